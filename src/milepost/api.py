@@ -1,0 +1,101 @@
+"""What users call: `save`, `load`, `explain`."""
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from milepost.comm import Comm
+from milepost.comm.distributed import ranks_of
+from milepost.errors import InvalidRequest
+from milepost.loading import LoadOptions, explain_state, load_state
+from milepost.report import Report
+from milepost.saving import Receipt, SaveOptions, save_state
+from milepost.store import Where, store_at
+from milepost.values import Codec
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+TIMEOUT_S = 1800.0
+"""The longest that a rank waits for the others, unless the caller says otherwise."""
+
+
+def save(
+    state: Any,
+    where: Where,
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+    on_difference: Literal["error", "warn"] = "error",
+    compare_replicas: bool = True,
+    reduce_partial: bool = False,
+    types: Iterable[type] = (),
+    allow_pickle: bool = False,
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Receipt:
+    """Save `state` at `where`, from every rank of the job, or from one process.
+
+    Returns once the checkpoint is committed and survives power loss. Atomic: until then, whatever was at `where`
+    stands, also when ranks or the machine die. An error on any rank is raised on every rank, and nothing is committed.
+
+    `metadata`: a small dict of plain values to keep with it (the lead rank's counts).
+    `overwrite=False`: refuse to replace a checkpoint.
+    `on_difference`: what to do when values or replicas that should be equal on several ranks are not; "warn" keeps the
+    lowest rank's. `compare_replicas=False` trusts that replicated tensors are equal, and saves hashing them.
+    `reduce_partial`: sum DTensors with `Partial` placements instead of refusing them (a collective on their mesh).
+    `types`: enum and dataclass types that occur in the state. `allow_pickle`: pickle what has no plain form.
+    `process_group`: the ranks that save together; by default all of the job.
+    """
+    if on_difference not in ("error", "warn"):
+        raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
+    options = SaveOptions(
+        metadata=metadata or {},
+        codec=Codec(types, allow_pickle),
+        overwrite=overwrite,
+        on_difference=on_difference,
+        compare_replicas=compare_replicas,
+        reduce_partial=reduce_partial,
+    )
+    return save_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
+
+
+def load(
+    state: Any,
+    where: Where,
+    *,
+    allow_missing: bool = False,
+    allow_unexpected: bool = False,
+    convert_dtype: bool = False,
+    device: "torch.device | str | None" = None,
+    types: Iterable[type] = (),
+    allow_pickle: bool = False,
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Any:
+    """Load the checkpoint at `where` into `state`, in place, on any number of ranks and any mesh. Gives `state` back.
+
+    Tensors are filled where they are, dicts and lists get their values, stateful objects get `load_state_dict`.
+    Every byte is verified. All differences between checkpoint and state are raised at once, before anything is
+    read; an error while reading leaves the state partly filled, and is raised on every rank.
+
+    `allow_missing`: leave what the checkpoint lacks as it is. `allow_unexpected`: ignore what the state lacks.
+    `convert_dtype`: convert where the dtype differs.
+    `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
+    `types`, `allow_pickle`, `process_group`: as for `save`.
+    """
+    options = LoadOptions(Codec(types, allow_pickle), allow_missing, allow_unexpected, convert_dtype, device)
+    return load_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
+
+
+def explain(
+    state: Any,
+    where: Where,
+    *,
+    types: Iterable[type] = (),
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Report:
+    """What `load` would find: every difference, and the bytes that each rank would read. Reads no data, changes nothing."""
+    options = LoadOptions(Codec(types), convert_dtype=True)
+    return explain_state(state, store_at(where), ranks_of(process_group, timeout_s), options)

@@ -1,0 +1,264 @@
+"""Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType, TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+from milepost.commit import find, parse
+from milepost.core.box import Box, Shape
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Layout
+from milepost.core.manifest import Manifest, Tensor
+from milepost.core.plan import read_plan
+from milepost.core.ranks import unpack_ranks
+from milepost.core.tree import Node, Path, build, grow
+from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.read import Damage, Files
+from milepost.store import Store
+from milepost.values import Codec
+
+if TYPE_CHECKING:
+    import torch
+
+Index = int | slice | EllipsisType
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """What `verify` found: how much was read, and every damaged place."""
+
+    files: int
+    bytes_read: int
+    damages: tuple[Damage, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything is what was saved."""
+        return not self.damages
+
+    def raise_if_damaged(self) -> None:
+        """Raise CheckpointDamaged, listing every damaged place, if there is one."""
+        if self.damages:
+            lines = "\n  ".join(f"{d.file}: {d.reason}" for d in self.damages[:50])
+            raise CheckpointDamaged(f"{len(self.damages)} damaged places:\n  {lines}")
+
+
+class LazyTensor:
+    """A saved tensor that has not been read. Indexing reads just the bytes it needs, from however many files."""
+
+    def __init__(self, files: Files, record: Tensor) -> None:
+        self._files, self._record = files, record
+
+    @property
+    def key(self) -> str:
+        """Its key."""
+        return self._record.key
+
+    @property
+    def shape(self) -> Shape:
+        """Its shape."""
+        return self._record.shape
+
+    @property
+    def dtype(self) -> str:
+        """The name of its dtype in torch."""
+        return self._record.dtype
+
+    @property
+    def size_bytes(self) -> int:
+        """Its size."""
+        return Box.whole(self.shape).elements * DTYPES[self.dtype].size_bytes
+
+    @property
+    def layout(self) -> Layout:
+        """How it was cut over the ranks that saved it."""
+        return self._files.manifest.layout_of(self._record)
+
+    def __repr__(self) -> str:
+        return f"LazyTensor({self.key!r}, {self.dtype}, {self.shape})"
+
+    def __getitem__(self, index: "Index | tuple[Index, ...]") -> "torch.Tensor":
+        box, rest = _region(index, self.shape)
+        return self._read(box)[rest]
+
+    def read(self) -> "torch.Tensor":
+        """The whole tensor, on the CPU."""
+        return self._read(Box.whole(self.shape))
+
+    def _read(self, box: Box) -> "torch.Tensor":
+        # Torch is imported here and not above: listing a checkpoint must not wait for it.
+        import torch  # noqa: PLC0415
+
+        from milepost.place import Placement, place_all  # noqa: PLC0415
+
+        items = list(read_plan(self._files.manifest, self._record, box))
+        for item in items:
+            self._files.of(item.rank)  # before memory is taken: a file that is not there, or too short, says so now
+        result = torch.empty(box.shape, dtype=getattr(torch, self.dtype))
+        place_all(self._files, (Placement(i, self.dtype, result[i.box.within(box).slices]) for i in items))
+        return result
+
+
+class Checkpoint(Mapping[str, Any]):
+    """An open checkpoint: a mapping from key to `LazyTensor` or value. Use it as a context manager, or call `close`."""
+
+    def __init__(self, store: Store, codec: Codec) -> None:
+        self._codec = codec
+        self._manifest = parse(store.url, *find(store))
+        self._files = Files(store, self._manifest)
+        self._tensors = {t.key: t for t in self._manifest.tensors}
+        self._values = {v.key: v.value for v in self._manifest.values}
+        self._per_rank = {p.key: unpack_ranks(p.ranks) for p in self._manifest.per_rank}
+        self.url = store.url
+
+    @property
+    def manifest(self) -> Manifest:
+        """The manifest, as a record."""
+        return self._manifest
+
+    @property
+    def generation(self) -> int:
+        """Which commit at this place it is, from 1."""
+        return self._manifest.generation
+
+    @property
+    def world(self) -> int:
+        """How many ranks saved it."""
+        return self._manifest.world
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        """What the user passed as `metadata`."""
+        decoded: dict[str, Any] = self._decode(self._manifest.metadata, "metadata")
+        return decoded
+
+    @property
+    def tensors(self) -> dict[str, LazyTensor]:
+        """All tensors by key."""
+        return {key: LazyTensor(self._files, record) for key, record in self._tensors.items()}
+
+    def __iter__(self) -> Iterator[str]:
+        return (node.key for node in self._manifest.tree if node.key)
+
+    def __len__(self) -> int:
+        return len(self._tensors) + len(self._values) + len(self._per_rank)
+
+    def __repr__(self) -> str:
+        return f"Checkpoint({self.url!r}, generation {self.generation}, {len(self)} keys)"
+
+    def __getitem__(self, key: str) -> Any:
+        """A `LazyTensor` for a tensor, the value itself for a value, a dict from rank to value for rank-private ones."""
+        if key in self._tensors:
+            record = self._tensors[key]
+            lazy = LazyTensor(self._files, record)
+            return lazy.read().numpy().tobytes() if record.kind in ("bytes", "bytearray") else lazy
+        if key in self._values:
+            return self._decode(self._values[key], key)
+        if key in self._per_rank:
+            return {rank: self._private(rank)[key] for rank in self._per_rank[key]}
+        raise KeyError(key)
+
+    def tree(self) -> Any:
+        """The whole state with its containers, types and order; tensors are lazy."""
+        return self._build(lambda record: LazyTensor(self._files, record))
+
+    def state(self) -> Any:
+        """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank."""
+        from milepost.privates import as_saved  # noqa: PLC0415  # imports torch
+
+        return self._build(lambda record: as_saved(LazyTensor(self._files, record).read(), record))
+
+    def _build(self, tensor: Any) -> Any:
+        def leaf(node: Node, path: Path) -> Any:
+            del path
+            return tensor(self._tensors[node.key]) if node.kind == "tensor" else self[node.key]
+
+        return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+
+    def _private(self, rank: int) -> dict[str, Any]:
+        from milepost.privates import read_private_values  # noqa: PLC0415  # imports torch
+
+        return read_private_values(self._files, rank, self._codec)
+
+    def _decode(self, data: Any, key: str) -> Any:
+        try:
+            return self._codec.decode(data, key)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.url}: {error}") from error
+
+    def verify(self) -> Verification:
+        """Read and check every byte. Reports all damage; raises only when the store itself fails."""
+        damages: list[Damage] = []
+        read = 0
+        for record in self._manifest.files:
+            try:
+                file = self._files.of(record.rank)
+                damages.extend(file.check_all())
+                read += record.size_bytes
+            except CheckpointError as error:
+                damages.append(Damage(self._manifest.file_name(record.rank), str(error)))
+        if not damages:
+            damages.extend(self._check_entries())
+        return Verification(len(self._manifest.files), read, tuple(damages))
+
+    def _check_entries(self) -> Iterator[Damage]:
+        """Whether the files hold all that the manifest promises."""
+        for tensor in self._manifest.tensors:
+            kind = DTYPES[tensor.dtype]
+            for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape)):
+                name = self._manifest.file_name(item.rank)
+                try:
+                    entry = self._files.of(item.rank).header.entries.get(item.name)
+                except CheckpointError as error:
+                    yield Damage(name, str(error), (item.name,))
+                    continue
+                if entry is None or entry.shape != (*item.source.shape, *kind.inner) or entry.dtype != kind.stored_as:
+                    yield Damage(name, f"does not hold {item.name!r} as the manifest says", (item.name,))
+
+    def close(self) -> None:
+        """Close its files. It may still be used: they are opened again."""
+        self._files.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _region(index: "Index | tuple[Index, ...]", shape: Shape) -> "tuple[Box, tuple[int | slice, ...]]":
+    """The smallest box that an index touches, and the index to apply inside it."""
+    given = index if isinstance(index, tuple) else (index,)
+    if sum(part is Ellipsis for part in given) > 1:
+        raise IndexError("an index has at most one ellipsis")
+    if Ellipsis in given:
+        at = given.index(Ellipsis)
+        fill = (slice(None),) * (len(shape) - len(given) + 1)
+        given = (*given[:at], *fill, *given[at + 1 :])
+    if len(given) > len(shape):
+        raise IndexError(f"{len(given)} indices for a tensor of {len(shape)} dimensions")
+    offset, sizes, rest = [], [], []
+    for dim, length in enumerate(shape):
+        part = given[dim] if dim < len(given) else slice(None)
+        start, size, inner = _one(part, length, dim)
+        offset.append(start)
+        sizes.append(size)
+        rest.append(inner)
+    return Box(tuple(offset), tuple(sizes)), tuple(rest)
+
+
+def _one(part: Any, length: int, dim: int) -> tuple[int, int, int | slice]:
+    if isinstance(part, slice):
+        start, stop, step = part.indices(length)
+        if step < 1:
+            raise ValueError("a slice of a tensor has a positive step")
+        return start, max(stop - start, 0), slice(None, None, step)
+    if hasattr(part, "__index__") and not isinstance(part, bool):
+        i = part.__index__()
+        if not -length <= i < length:
+            raise IndexError(f"index {i} is out of range for dimension {dim} of size {length}")
+        return i % length, 1, 0
+    raise TypeError(f"a lazy tensor takes integers, slices and ... as index, not {part!r}; read it first for more")

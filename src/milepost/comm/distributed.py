@@ -1,0 +1,88 @@
+"""The ranks of a `torch.distributed` job, through the store that the job was started with."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+from milepost.comm.base import Comm, Solo
+from milepost.comm.board import BoardComm
+from milepost.errors import RanksMissing
+
+_LOOK_EVERY_S = 0.5
+
+
+class TorchBoard:
+    """A board over a c10d store, by a connection of its own where the store offers one."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = c10d.PrefixStore("milepost", store.clone() if hasattr(store, "clone") else store)
+
+    def pin(self, name: str, note: bytes) -> None:
+        """Put a note on the board."""
+        with _reachable():
+            self._store.set(name, note)  # type: ignore[arg-type]  # the stub says str; bytes are taken as they are
+
+    def read(self, name: str, timeout_s: float) -> bytes | None:
+        """The note, as soon as it is there; None if it is not there in time."""
+        deadline = time.monotonic() + timeout_s
+        with _reachable():
+            while not self._store.check([name]):
+                left = deadline - time.monotonic()
+                if left <= 0:
+                    return None
+                # Short waits: a store whose connection is shared must not be held for long.
+                with contextlib.suppress(dist.DistStoreError):
+                    self._store.wait([name], timedelta(seconds=min(left, _LOOK_EVERY_S)))
+            return bytes(self._store.get(name))
+
+    def count(self, name: str) -> int:
+        """Add one to a counter and give its new value."""
+        with _reachable():
+            return int(self._store.add(name, 1))
+
+    def remove(self, name: str) -> None:
+        """Take a note off the board, if it is there."""
+        with _reachable():
+            self._store.delete_key(name)
+
+
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    """Say in our own words that the job's store is gone; it usually lives in rank 0 or its launcher."""
+    try:
+        yield
+    except (dist.DistError, RuntimeError) as error:
+        raise RanksMissing(
+            f"the key-value store of the job does not answer, so the other ranks cannot be reached: {error}. "
+            "It lives in rank 0 or in the launcher; look whether that died."
+        ) from error
+
+
+def ranks_of(group: Any, timeout_s: float) -> Comm:
+    """The comm for a process group, a comm, or None: the default group if there is one, else this process alone."""
+    if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
+        return group
+    if group is None and not (dist.is_available() and dist.is_initialized()):
+        return Solo()
+    group = dist.group.WORLD if group is None else group
+    members = dist.get_process_group_ranks(group)
+    if len(members) == 1:
+        return _Alone(members[0])
+    positions = {rank: i for i, rank in enumerate(members)}
+    return BoardComm(TorchBoard(group.get_group_store()), dist.get_rank(group), len(members), timeout_s, positions.get)
+
+
+class _Alone(Solo):
+    """A process group of one rank."""
+
+    def __init__(self, global_rank: int) -> None:
+        self._global = global_rank
+
+    def index_of(self, global_rank: int) -> int | None:
+        """The only member is rank 0 here."""
+        return 0 if global_rank == self._global else None

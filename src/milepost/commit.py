@@ -1,0 +1,144 @@
+"""Committing: generations, create-if-absent, and the sweep of what can no longer matter.
+
+A checkpoint exists when, and only when, a manifest exists. A save aims at the generation after the newest, writes its
+data under a name of its own, and then creates that generation's manifest if it is absent. Whoever comes second is told.
+After generation g is committed, every save that aimed at g or less can no longer succeed, so its data may be removed:
+no clock and no lock is needed, and a save that is under way is never disturbed.
+"""
+
+import logging
+import secrets
+
+from milepost.core.limits import MAX_MANIFEST_BYTES
+from milepost.core.manifest import (
+    Manifest,
+    generation_of,
+    intended_generation,
+    make_save_id,
+    manifest_name,
+    seal,
+    unseal,
+)
+from milepost.errors import (
+    AlreadyExists,
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    SaveConflict,
+    UnsupportedFormat,
+)
+from milepost.store import Store
+
+_log = logging.getLogger("milepost")
+_TRIES = 20
+
+
+def generations(store: Store) -> list[int]:
+    """The numbers of all manifests, newest first, without looking into them."""
+    found = (generation_of(name) for name in store.list("manifest-"))
+    return sorted((number for number in found if number is not None), reverse=True)
+
+
+def aim(store: Store) -> tuple[int, str]:
+    """The generation that a save should aim at, and a name for the attempt."""
+    newest = next(iter(generations(store)), 0)
+    return newest + 1, make_save_id(newest + 1, secrets.token_hex(8))
+
+
+def exists(store: Store) -> bool:
+    """Whether there is a committed checkpoint."""
+    return any(_read(store, number) for number in generations(store))
+
+
+def find(store: Store) -> tuple[int, bytes]:
+    """The newest generation and the bytes of its manifest. Raises CheckpointNotFound.
+
+    An empty manifest is one that was claimed and never committed (see `LocalStore`): it is passed over.
+    """
+    for _ in range(_TRIES):
+        numbers = generations(store)
+        for number in numbers:
+            data = _read(store, number)
+            if data:
+                return number, data
+            if data is None:
+                break  # swept while we looked: there is a newer one, so look again
+        else:
+            raise _nothing(store, numbers)
+    raise CheckpointNotFound(f"{store.url} changes too fast to be read; is it being saved to in a loop?")
+
+
+def _nothing(store: Store, numbers: list[int]) -> CheckpointError:
+    if numbers:
+        names = ", ".join(manifest_name(n) for n in numbers)
+        return CheckpointDamaged(f"{store.url}: {names} is empty, and there is no other manifest")
+    leftovers = next(iter(store.list("data/")), None)
+    hint = "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
+    return CheckpointNotFound(f"there is no checkpoint at {store.url}. {hint}")
+
+
+def _read(store: Store, generation: int) -> bytes | None:
+    try:
+        reader = store.reader(manifest_name(generation))
+    except FileNotFoundError:
+        return None
+    try:
+        if reader.size_bytes > MAX_MANIFEST_BYTES:
+            raise CheckpointDamaged(
+                f"{store.url}/{manifest_name(generation)} is absurdly large: {reader.size_bytes} bytes"
+            )
+        buffer = bytearray(reader.size_bytes)
+        reader.read_into(0, memoryview(buffer))
+        return bytes(buffer)
+    finally:
+        reader.close()
+
+
+def parse(url: str, generation: int, data: bytes) -> Manifest:
+    """Check and parse a manifest's bytes, with errors that say where it is."""
+    where = f"{url}/{manifest_name(generation)}"
+    try:
+        manifest = unseal(data)
+    except LookupError as error:
+        raise UnsupportedFormat(f"{where}: {error.args[0]}. Update Milepost to read it.") from None
+    except ValueError as error:
+        raise CheckpointDamaged(f"{where} is damaged: {error}") from None
+    if manifest.generation != generation:
+        raise CheckpointDamaged(f"{where} is the manifest of generation {manifest.generation}; was it renamed?")
+    return manifest
+
+
+def publish(store: Store, manifest: Manifest) -> None:
+    """Make the checkpoint exist. Raises SaveConflict if another save was first; nothing changes then."""
+    try:
+        store.create(manifest_name(manifest.generation), seal(manifest))
+    except AlreadyExists:
+        raise SaveConflict(
+            f"another job committed generation {manifest.generation} of {store.url} while this save was under way. "
+            "Its checkpoint stands. Do two jobs write to one place?"
+        ) from None
+
+
+def sweep(store: Store, manifest: Manifest) -> None:
+    """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised."""
+    try:
+        for name in _dead(store, manifest):
+            store.delete(name)
+    except (CheckpointError, OSError) as error:
+        _log.warning("could not sweep old data at %s; the next save will: %s", store.url, error)
+
+
+def _dead(store: Store, manifest: Manifest) -> list[str]:
+    """Manifests first: data must not vanish from under one that still looks alive."""
+    names = []
+    for name in store.list("manifest-"):
+        number = generation_of(name)
+        temporary = name.endswith(".tmp") and generation_of(name.split(".json")[0] + ".json")
+        if (number is not None and number < manifest.generation) or (temporary and temporary <= manifest.generation):
+            names.append(name)
+    for name in store.list("data/"):
+        save_id = name.split("/")[1]
+        aimed = intended_generation(save_id)
+        if aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id:
+            names.append(name)
+    return names

@@ -1,0 +1,121 @@
+"""Boxes: rectangular regions of a tensor. Pure."""
+
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import msgspec
+
+from milepost.core.limits import MAX_DIMS, MAX_ELEMENTS
+
+Shape = tuple[int, ...]
+
+
+class Box(msgspec.Struct, frozen=True, array_like=True):
+    """A rectangular region of a tensor, in coordinates of the whole tensor."""
+
+    offset: Shape
+    shape: Shape
+
+    def __post_init__(self) -> None:
+        if len(self.offset) != len(self.shape):
+            raise ValueError(f"a box needs as many offsets as sizes, not {self.offset} and {self.shape}")
+        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+            raise ValueError(f"a box has no negative numbers: {self.offset}, {self.shape}")
+
+    @classmethod
+    def whole(cls, shape: Shape) -> "Box":
+        """The box that covers a tensor of this shape."""
+        return cls((0,) * len(shape), shape)
+
+    @property
+    def end(self) -> Shape:
+        """The first coordinate behind the box, in each dimension."""
+        return tuple(a + n for a, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def elements(self) -> int:
+        """How many elements the box holds (1 for a box without dimensions)."""
+        return math.prod(self.shape)
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The box as an index into an array."""
+        return tuple(slice(a, a + n) for a, n in zip(self.offset, self.shape, strict=True))
+
+    @property
+    def text(self) -> str:
+        """The box as people read it: `[0:128,64:96]`."""
+        return "[" + ",".join(f"{a}:{a + n}" for a, n in zip(self.offset, self.shape, strict=True)) + "]"
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The region that both cover, or None where they do not meet."""
+        start = tuple(map(max, self.offset, other.offset))
+        end = tuple(map(min, self.end, other.end))
+        if any(a >= b for a, b in zip(start, end, strict=True)):
+            return None
+        return Box(start, tuple(b - a for a, b in zip(start, end, strict=True)))
+
+    def contains(self, other: "Box") -> bool:
+        """Whether every element of `other` lies in this box."""
+        if len(self.shape) != len(other.shape):
+            return False
+        starts = all(a <= b for a, b in zip(self.offset, other.offset, strict=True))
+        return starts and all(a >= b for a, b in zip(self.end, other.end, strict=True))
+
+    def within(self, outer: "Box") -> "Box":
+        """The same region in coordinates that start at the corner of `outer`."""
+        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+
+    def split(self, parts: int) -> "tuple[Box, ...]":
+        """At most `parts` boxes of nearly equal size that tile this one; empty ones are left out.
+
+        Cuts the first dimension that is long enough, so that parts are contiguous where that is possible;
+        else the longest.
+        """
+        if parts <= 1 or self.elements <= 1:
+            return (self,) if self.elements else ()
+        dim = next((d for d, n in enumerate(self.shape) if n >= parts), self.shape.index(max(self.shape)))
+        length = self.shape[dim]
+        count = min(parts, length)
+        edges = [length * i // count for i in range(count + 1)]
+        return tuple(self.narrow(dim, a, b - a) for a, b in pairwise(edges) if b > a)
+
+    def narrow(self, dim: int, start: int, length: int) -> "Box":
+        """The part of the box that begins `start` behind its corner in dimension `dim` and is `length` long there."""
+        offset, shape = list(self.offset), list(self.shape)
+        offset[dim] += start
+        shape[dim] = length
+        return Box(tuple(offset), tuple(shape))
+
+    def slabs(self, max_elements: int) -> "Iterator[Box]":
+        """Boxes of at most `max_elements` (at least one element) that tile this one, in row-major order."""
+        if self.elements == 0:
+            return
+        if self.elements <= max(max_elements, 1):
+            yield self
+            return
+        dim = next(d for d, n in enumerate(self.shape) if n > 1)
+        row = self.elements // self.shape[dim]
+        step = max(1, max_elements // row)
+        for start in range(0, self.shape[dim], step):
+            slab = self.narrow(dim, start, min(step, self.shape[dim] - start))
+            yield from slab.slabs(max_elements)
+
+
+def check_shape(shape: Shape) -> None:
+    """Refuse a shape that no tensor can have: too many dimensions, negative or absurd sizes."""
+    if len(shape) > MAX_DIMS:
+        raise ValueError(f"a tensor has at most {MAX_DIMS} dimensions, not {len(shape)}")
+    if any(n < 0 for n in shape):
+        raise ValueError(f"a shape has no negative sizes: {shape}")
+    if math.prod(n for n in shape if n) > MAX_ELEMENTS:
+        raise ValueError(f"shape {shape} has more than 2**60 elements")
+
+
+def strides_of(shape: Shape) -> Shape:
+    """Row-major strides, in elements."""
+    strides = [1] * len(shape)
+    for d in range(len(shape) - 2, -1, -1):
+        strides[d] = strides[d + 1] * shape[d + 1]
+    return tuple(strides)

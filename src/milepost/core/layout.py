@@ -1,0 +1,374 @@
+"""Layouts: how a tensor is cut into boxes, and which ranks hold each. Pure.
+
+A layout does not depend on the tensor's shape, so a model of a thousand tensors has a handful of layouts.
+
+* `Whole`: every rank listed holds the whole tensor.
+* `Grid`: the ranks form a mesh; each mesh axis cuts one tensor dimension, or replicates.
+* `Boxes`: an explicit list, for cuts that follow no rule.
+
+All three answer the same two questions: which pieces does a rank hold (`pieces`), and who holds what overlaps a
+region (`overlapping`).
+"""
+
+import itertools
+import math
+from bisect import bisect_right
+from collections.abc import Iterator
+from functools import lru_cache
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from milepost.core.box import Box, Shape
+from milepost.core.limits import MAX_BOXES, MAX_DIMS, MAX_RANKS, MAX_STRIDE
+from milepost.core.ranks import pack_ranks, unpack_ranks
+
+Span = tuple[int, int]
+"""The indices `start <= i < stop` of one dimension."""
+
+
+class Piece(msgspec.Struct, frozen=True):
+    """A box that a rank holds, and where it starts inside that rank's local tensor."""
+
+    box: Box
+    at: Shape
+
+
+class Held(msgspec.Struct, frozen=True):
+    """A box, and the ranks that each hold all of it (as text, in the order in which they take turns at writing)."""
+
+    box: Box
+    ranks: str
+
+    def __post_init__(self) -> None:
+        if not unpack_ranks(self.ranks):
+            raise ValueError("a box needs a rank that holds it")
+
+    @property
+    def holders(self) -> tuple[int, ...]:
+        """The ranks as numbers."""
+        return unpack_ranks(self.ranks)
+
+
+class Whole(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
+    """Every one of these ranks holds the whole tensor."""
+
+    ranks: str
+
+    def __post_init__(self) -> None:
+        if not unpack_ranks(self.ranks):
+            raise ValueError("a tensor needs a rank that holds it")
+
+    def check(self, shape: Shape) -> None:
+        """Always passes: any shape can be held whole."""
+
+    def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
+        """What `rank` holds of a tensor of this shape."""
+        if rank not in unpack_ranks(self.ranks):
+            return ()
+        return (Piece(Box.whole(shape), (0,) * len(shape)),)
+
+    def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
+        """The boxes that meet `region`, with their holders."""
+        box = Box.whole(shape)
+        if box.intersect(region) is not None:
+            yield Held(box, self.ranks)
+
+    def replicas(self) -> npt.NDArray[np.int64]:
+        """One row for each group of ranks that hold the same; here one row."""
+        return np.asarray([unpack_ranks(self.ranks)], dtype=np.int64)
+
+
+class Mesh(msgspec.Struct, frozen=True):
+    """Ranks arranged in a grid: `ranks` lists them in row-major order."""
+
+    shape: Shape
+    ranks: str
+
+    def __post_init__(self) -> None:
+        ranks = unpack_ranks(self.ranks)
+        if not self.shape or len(self.shape) > MAX_DIMS or any(n < 1 for n in self.shape):
+            raise ValueError(f"a mesh cannot have the shape {self.shape}")
+        if math.prod(self.shape) != len(ranks) or len(ranks) > MAX_RANKS:
+            raise ValueError(f"a mesh of shape {self.shape} needs {math.prod(self.shape)} ranks, not {len(ranks)}")
+        if len(set(ranks)) != len(ranks):
+            raise ValueError("a rank stands in a mesh only once")
+
+    @classmethod
+    def of(cls, shape: Shape, ranks: "tuple[int, ...] | range") -> "Mesh":
+        """A mesh of these ranks, in row-major order."""
+        return cls(shape, pack_ranks(ranks))
+
+    @property
+    def array(self) -> npt.NDArray[np.int64]:
+        """The ranks as an array of the mesh's shape."""
+        return _mesh_array(self.shape, self.ranks)
+
+    def coordinate(self, rank: int) -> Shape | None:
+        """Where `rank` stands, or None if it is not in the mesh."""
+        index = _mesh_positions(self.ranks).get(rank)
+        if index is None:
+            return None
+        return tuple(int(i) for i in np.unravel_index(index, self.shape))
+
+
+class Cut(msgspec.Struct, frozen=True, array_like=True):
+    """One mesh axis cuts dimension `dim` into equal chunks, like `torch.chunk`.
+
+    With `stride` s > 1 the dimension is first chunked into s parts, each of them is chunked over the axis, and a rank
+    takes its chunk of every part: its piece may be several separate runs.
+    """
+
+    dim: int
+    stride: int = 1
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.dim < MAX_DIMS or not 1 <= self.stride <= MAX_STRIDE:
+            raise ValueError(f"dimension {self.dim} cannot be cut with stride {self.stride}")
+
+
+class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
+    """A mesh of ranks; `cuts[i]` says what mesh axis i does: cut a dimension, or (None) replicate.
+
+    Cuts apply from the first axis to the last; an axis that cuts a dimension that was cut before cuts what is left.
+    """
+
+    mesh: Mesh
+    cuts: tuple[Cut | None, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.cuts) != len(self.mesh.shape):
+            raise ValueError(f"{len(self.cuts)} cuts do not fit a mesh of {len(self.mesh.shape)} axes")
+
+    def check(self, shape: Shape) -> None:
+        """Refuse a shape that lacks a dimension which is cut."""
+        if any(cut is not None and cut.dim >= len(shape) for cut in self.cuts):
+            raise ValueError(f"a tensor of shape {shape} has no dimension that {self.cuts} could cut")
+        boxes = 1
+        for dim, length in enumerate(shape):
+            boxes *= max(1, min(length, math.prod(size * stride for size, stride in self._steps(dim))))
+        if boxes > MAX_BOXES:
+            raise ValueError(f"this grid would cut a tensor of shape {shape} into more than {MAX_BOXES} boxes")
+
+    def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
+        """What `rank` holds of a tensor of this shape; several pieces where a cut is strided, none where it is empty."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return ()
+        spans = []
+        for dim, length in enumerate(shape):
+            steps = self._steps(dim)
+            index = tuple(coordinate[axis] for axis in self._axes(dim))
+            spans.append(_spans_of(length, steps, index))
+        return tuple(_pieces_of(spans))
+
+    def local_shape(self, shape: Shape, rank: int) -> Shape | None:
+        """The shape of the rank's local tensor, or None if it is not in the mesh."""
+        coordinate = self.mesh.coordinate(rank)
+        if coordinate is None:
+            return None
+        sizes = []
+        for dim, length in enumerate(shape):
+            index = tuple(coordinate[axis] for axis in self._axes(dim))
+            sizes.append(sum(b - a for a, b in _spans_of(length, self._steps(dim), index)))
+        return tuple(sizes)
+
+    def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
+        """The boxes that meet `region`, with their holders; found by bisection in each dimension."""
+        if not region.elements:
+            return
+        found = []
+        for dim, length in enumerate(shape):
+            table = _partition(length, self._steps(dim))
+            found.append(table.meeting(region.offset[dim], region.end[dim]))
+        ranks = self.mesh.array
+        axes = [self._axes(dim) for dim in range(len(shape))]
+        for choice in itertools.product(*found):
+            where: list[int | slice] = [slice(None)] * len(self.cuts)
+            for dim, (_, index) in enumerate(choice):
+                for axis, i in zip(axes[dim], index, strict=True):
+                    where[axis] = i
+            holders = ranks[tuple(where)].reshape(-1).tolist()
+            box = Box(tuple(a for (a, _), _ in choice), tuple(b - a for (a, b), _ in choice))
+            yield Held(box, pack_ranks(holders))
+
+    def replicas(self) -> npt.NDArray[np.int64]:
+        """One row for each group of ranks that hold the same boxes; a row's order is the order of its turns."""
+        cutting = [axis for axis, cut in enumerate(self.cuts) if cut is not None]
+        copying = [axis for axis, cut in enumerate(self.cuts) if cut is None]
+        copies = math.prod(self.mesh.shape[axis] for axis in copying)
+        return self.mesh.array.transpose(cutting + copying).reshape(-1, copies)
+
+    def _axes(self, dim: int) -> tuple[int, ...]:
+        return tuple(axis for axis, cut in enumerate(self.cuts) if cut is not None and cut.dim == dim)
+
+    def _steps(self, dim: int) -> tuple[tuple[int, int], ...]:
+        return tuple(
+            (self.mesh.shape[axis], cut.stride)
+            for axis, cut in enumerate(self.cuts)
+            if cut is not None and cut.dim == dim
+        )
+
+
+class Boxes(msgspec.Struct, frozen=True, tag="boxes", tag_field="kind"):
+    """An explicit list of boxes and holders, for cuts that follow no rule."""
+
+    held: tuple[Held, ...]
+
+    def check(self, shape: Shape) -> None:
+        """Refuse boxes that leave the tensor, overlap, or leave a hole."""
+        problem = find_gap([h.box for h in self.held], shape)
+        if problem:
+            raise ValueError(problem)
+
+    def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
+        """What `rank` holds. Each piece has a local tensor of its own, so it starts at zero there."""
+        zero = (0,) * len(shape)
+        return tuple(Piece(h.box, zero) for h in self.held if rank in h.holders)
+
+    def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
+        """The boxes that meet `region`, with their holders."""
+        del shape  # the boxes themselves tell
+        return (h for h in self.held if h.box.intersect(region) is not None)
+
+
+Layout = Whole | Grid | Boxes
+
+
+def find_gap(boxes: list[Box], shape: Shape) -> str | None:
+    """Why these boxes do not tile a tensor of this shape exactly, or None if they do.
+
+    Sorts by the first dimension and compares only boxes that overlap there: near-linear for ordinary cuts.
+    """
+    whole = Box.whole(shape)
+    for box in boxes:
+        if not whole.contains(box):
+            return f"box {box.text} leaves the tensor of shape {shape}"
+    solid = sorted((b for b in boxes if b.elements), key=lambda b: (b.offset, b.shape))
+    active: list[Box] = []
+    for box in solid:
+        start = box.offset[0] if shape else 0
+        active = [b for b in active if shape and b.end[0] > start]
+        clash = next((b for b in active if b.intersect(box) is not None), None)
+        if clash is not None:
+            return f"boxes {clash.text} and {box.text} overlap"
+        active.append(box)
+    if not shape and len(solid) > 1:
+        return "a tensor without dimensions is held in two boxes"
+    covered = sum(b.elements for b in solid)
+    if covered != whole.elements:
+        return f"{whole.elements - covered} of {whole.elements} elements are held by no rank"
+    return None
+
+
+def stack(grids: list[Grid]) -> Grid | None:
+    """One grid for several that cut alike on disjoint meshes of one shape (replicas of each other), or None."""
+    first = grids[0]
+    if any(g.cuts != first.cuts or g.mesh.shape != first.mesh.shape for g in grids):
+        return None
+    ranks = [rank for g in grids for rank in unpack_ranks(g.mesh.ranks)]
+    if len(set(ranks)) != len(ranks):
+        return None
+    mesh = Mesh.of((len(grids), *first.mesh.shape), tuple(ranks))
+    return Grid(mesh, (None, *first.cuts))
+
+
+class _Partition(msgspec.Struct, frozen=True):
+    """How one dimension is cut: its spans in order, and the mesh coordinates that hold each."""
+
+    spans: tuple[tuple[Span, Shape], ...]
+    starts: tuple[int, ...]
+
+    def meeting(self, start: int, stop: int) -> tuple[tuple[Span, Shape], ...]:
+        first = max(bisect_right(self.starts, start) - 1, 0)
+        last = bisect_right(self.starts, stop - 1)
+        return tuple(s for s in self.spans[first:last] if s[0][1] > start)
+
+
+@lru_cache(maxsize=1024)
+def _partition(length: int, steps: tuple[tuple[int, int], ...]) -> _Partition:
+    spans = [
+        (span, index)
+        for index in itertools.product(*(range(size) for size, _ in steps))
+        for span in _spans_of(length, steps, index)
+    ]
+    spans.sort()
+    return _Partition(tuple(spans), tuple(span[0] for span, _ in spans))
+
+
+@lru_cache(maxsize=4096)
+def _spans_of(length: int, steps: tuple[tuple[int, int], ...], index: Shape) -> tuple[Span, ...]:
+    """The indices that coordinate `index` holds after all cuts of one dimension, in local order."""
+    spans: tuple[Span, ...] = ((0, length),) if length else ()
+    for (size, stride), i in zip(steps, index, strict=True):
+        total = sum(b - a for a, b in spans)
+        taken = [span for a, b in _chunks(total, stride) for span in _take(spans, *_shift(_chunk(b - a, size, i), a))]
+        spans = tuple(_joined(taken))
+    return spans
+
+
+def _chunk(length: int, parts: int, index: int) -> Span:
+    """The indices of chunk `index`, as `torch.chunk` cuts: all chunks equal, the last ones shorter or empty."""
+    size = -(-length // parts)
+    return min(index * size, length), min((index + 1) * size, length)
+
+
+def _chunks(length: int, parts: int) -> Iterator[Span]:
+    size = -(-length // parts)
+    for start in range(0, length, max(size, 1)):
+        yield start, min(start + size, length)
+
+
+def _shift(span: Span, by: int) -> Span:
+    return span[0] + by, span[1] + by
+
+
+def _take(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
+    """Positions start..stop of the sequence that the spans spell."""
+    position = 0
+    for a, b in spans:
+        low, high = max(start - position, 0), min(stop - position, b - a)
+        if low < high:
+            yield a + low, a + high
+        position += b - a
+
+
+def _joined(spans: list[Span]) -> Iterator[Span]:
+    """The same sequence with neighbours that touch made one."""
+    current: Span | None = None
+    for a, b in spans:
+        if current is not None and current[1] == a:
+            current = (current[0], b)
+            continue
+        if current is not None:
+            yield current
+        current = (a, b)
+    if current is not None:
+        yield current
+
+
+def _pieces_of(spans: list[tuple[Span, ...]]) -> Iterator[Piece]:
+    """The product of each dimension's spans, with the position of each in the local tensor."""
+    placed = []
+    for dim_spans in spans:
+        position, row = 0, []
+        for a, b in dim_spans:
+            row.append((a, b - a, position))
+            position += b - a
+        placed.append(row)
+    for choice in itertools.product(*placed):
+        box = Box(tuple(a for a, _, _ in choice), tuple(n for _, n, _ in choice))
+        yield Piece(box, tuple(at for _, _, at in choice))
+
+
+@lru_cache(maxsize=256)
+def _mesh_array(shape: Shape, ranks: str) -> npt.NDArray[np.int64]:
+    array = np.asarray(unpack_ranks(ranks), dtype=np.int64).reshape(shape)
+    array.flags.writeable = False
+    return array
+
+
+@lru_cache(maxsize=256)
+def _mesh_positions(ranks: str) -> dict[int, int]:
+    return {rank: i for i, rank in enumerate(unpack_ranks(ranks))}

@@ -1,0 +1,19 @@
+"""What a reader accepts at most. A checkpoint beyond a limit is refused before anything is allocated for it."""
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+MAX_MANIFEST_BYTES = 1 * GIB
+MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the safetensors format itself
+MAX_DIMS = 64  # torch's own limit
+MAX_ELEMENTS = 2**60
+MAX_DEPTH = 100
+MAX_RANKS = 2**20
+MAX_STRIDE = 2**16
+MAX_BOXES = 2**22  # boxes of one tensor
+MAX_BLOCK_BYTES = 256 * MIB
+
+PAGE_BYTES = 4096
+BLOCK_BYTES = 1 * MIB
+MIN_PART_BYTES = 1 * MIB

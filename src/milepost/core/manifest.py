@@ -1,0 +1,243 @@
+"""The manifest: the one file that makes a checkpoint exist. JSON, typed, with a checksum over itself. Pure.
+
+One line for each tensor, node, value and shard file, so people can read it and `diff` works on it. Its size is
+O(tensors + ranks): layouts say how tensors are cut, and nothing lists the boxes.
+"""
+
+import math
+import re
+from typing import Any, Literal, get_args
+
+import msgspec
+import xxhash
+
+from milepost.core.box import Shape, check_shape
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Boxes, Grid, Layout, Whole
+from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
+from milepost.core.ranks import unpack_ranks
+from milepost.core.shardfile import check_block_bytes
+from milepost.core.tree import LEAVES, Node, check_kinds, grow
+
+FORMAT = "milepost"
+VERSION = 1
+TensorKind = Literal["tensor", "numpy", "bytes", "bytearray"]
+"""What stands in the state: a tensor, a numpy array, or long bytes."""
+
+_NAME = re.compile(r"manifest-(\d{8})\.json")
+_SAVE_ID = re.compile(r"\d{8}-[0-9a-f]{8,32}")
+_SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
+_SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
+
+
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor: `layout` is an index into the manifest's layouts.
+
+    Each box is split into `parts` and part j is written by the (turn + j)-th of the ranks that hold the box.
+    """
+
+    key: str
+    dtype: str
+    shape: Shape
+    layout: int
+    parts: int = 1
+    turn: int = 0
+    kind: TensorKind = "tensor"
+
+
+class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One value that is not a tensor, as the closed codec spells it."""
+
+    key: str
+    value: Any
+
+
+class PerRankValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A key under which each of these ranks keeps a value of its own, in its own shard file."""
+
+    key: str
+    ranks: str
+
+
+class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The file that one rank wrote: its size, the size of its header, and a checksum over header and table."""
+
+    rank: int
+    size_bytes: int
+    header_bytes: int
+    checksum: str
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """All that a checkpoint is, except the bytes of its tensors."""
+
+    format: str
+    version: int
+    generation: int
+    save_id: str
+    created: str
+    writer: str
+    world: int
+    block_bytes: int
+    metadata: Any
+    layouts: tuple[Layout, ...]
+    tensors: tuple[Tensor, ...]
+    tree: tuple[Node, ...]
+    values: tuple[Value, ...]
+    per_rank: tuple[PerRankValue, ...]
+    files: tuple[ShardFile, ...]
+
+    def file_name(self, rank: int) -> str:
+        """The name of the shard file that `rank` wrote."""
+        return shard_name(self.save_id, rank)
+
+    def layout_of(self, tensor: Tensor) -> Layout:
+        """How this tensor is cut."""
+        return self.layouts[tensor.layout]
+
+
+def manifest_name(generation: int) -> str:
+    """The name of a generation's manifest."""
+    return f"manifest-{generation:08d}.json"
+
+
+def generation_of(name: str) -> int | None:
+    """The generation that a manifest's name stands for, or None for any other name."""
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def make_save_id(generation: int, token: str) -> str:
+    """The name of one attempt to write this generation. It tells later savers when the attempt can no longer succeed."""
+    return f"{generation:08d}-{token}"
+
+
+def intended_generation(save_id: str) -> int | None:
+    """The generation that a save id aims at, or None for text that is no save id."""
+    return int(save_id[:8]) if _SAVE_ID.fullmatch(save_id) else None
+
+
+def shard_name(save_id: str, rank: int) -> str:
+    """The name of a rank's shard file."""
+    return f"data/{save_id}/{rank:05d}.safetensors"
+
+
+def seal(manifest: Manifest) -> bytes:
+    """The bytes of a manifest file. Raises ValueError for one that no reader would accept."""
+    lines = []
+    for name in Manifest.__struct_fields__:
+        field = getattr(manifest, name)
+        if isinstance(field, tuple):
+            rows = ",\n".join("  " + msgspec.json.encode(row).decode() for row in field)
+            lines.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
+        else:
+            lines.append(f'"{name}": {msgspec.json.encode(field).decode()}')
+    body = ("{\n" + ",\n".join(lines)).encode()
+    checksum = xxhash.xxh3_64(body).hexdigest()
+    sealed = body + f',\n"checksum": "{checksum}"\n}}\n'.encode()
+    unseal(sealed)  # what no reader would accept must not be committed
+    return sealed
+
+
+def unseal(data: bytes) -> Manifest:
+    """Check and parse the bytes of a manifest file. Raises ValueError for damage, LookupError for a newer version."""
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise ValueError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
+    match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    body = data[:-_SEAL_BYTES]
+    if not match or xxhash.xxh3_64(body).hexdigest().encode() != match[1]:
+        raise ValueError("its checksum does not fit its content")
+    _check_version(body)
+    try:
+        manifest = msgspec.json.decode(body + b"}", type=Manifest)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    check(manifest)
+    return manifest
+
+
+def _check_version(body: bytes) -> None:
+    head = msgspec.json.decode(body + b"}", type=_Head)
+    if head.format != FORMAT:
+        raise ValueError("it is not a manifest of Milepost")
+    if head.version != VERSION:
+        raise LookupError(f"it has format version {head.version} and this reader knows version {VERSION}")
+
+
+class _Head(msgspec.Struct):
+    format: str
+    version: int
+
+
+def check(manifest: Manifest) -> None:
+    """Refuse a manifest that contradicts itself or is out of all proportion. Raises ValueError."""
+    if intended_generation(manifest.save_id) != manifest.generation:
+        raise ValueError("its save id does not belong to its generation")
+    if not 1 <= manifest.world <= MAX_RANKS:
+        raise ValueError(f"it names {manifest.world} ranks")
+    check_block_bytes(manifest.block_bytes)
+    for layout in manifest.layouts:
+        _check_ranks(layout, manifest.world)
+    for tensor in manifest.tensors:
+        _check_tensor(tensor, manifest.layouts)
+    for per_rank in manifest.per_rank:
+        unpack_ranks(per_rank.ranks)
+    _check_files(manifest)
+    _check_tree(manifest)
+
+
+def _check_ranks(layout: Layout, world: int) -> None:
+    match layout:
+        case Whole(ranks=ranks):
+            holders = unpack_ranks(ranks)
+        case Grid(mesh=mesh):
+            holders = unpack_ranks(mesh.ranks)
+        case Boxes(held=held):
+            holders = tuple(rank for h in held for rank in h.holders)
+    if max(holders, default=0) >= world:
+        raise ValueError(f"a layout names rank {max(holders)} of {world}")
+
+
+def _check_tensor(tensor: Tensor, layouts: tuple[Layout, ...]) -> None:
+    if tensor.dtype not in DTYPES:
+        raise ValueError(f"tensor {tensor.key[:80]!r} has the unknown dtype {tensor.dtype[:40]!r}")
+    if not 0 <= tensor.layout < len(layouts):
+        raise ValueError(f"tensor {tensor.key[:80]!r} names layout {tensor.layout} of {len(layouts)}")
+    if not 1 <= tensor.parts <= MAX_RANKS or tensor.turn < 0:
+        raise ValueError(f"tensor {tensor.key[:80]!r} has {tensor.parts} parts and turn {tensor.turn}")
+    check_shape(tensor.shape)
+    layouts[tensor.layout].check(tensor.shape)
+
+
+def _check_files(manifest: Manifest) -> None:
+    ranks = [f.rank for f in manifest.files]
+    if len(set(ranks)) != len(ranks) or not all(0 <= r < manifest.world for r in ranks):
+        raise ValueError("its list of files names a rank twice, or one that does not exist")
+    for file in manifest.files:
+        if not 8 <= file.header_bytes <= min(file.size_bytes, MAX_HEADER_BYTES):
+            raise ValueError(f"the file of rank {file.rank} cannot have a header of {file.header_bytes} bytes")
+    held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in manifest.tensors)
+    if held > sum(f.size_bytes - f.header_bytes for f in manifest.files):
+        raise ValueError("its tensors are larger than its files")
+
+
+def _check_tree(manifest: Manifest) -> None:
+    check_kinds(manifest.tree)
+    grow(manifest.tree)
+    listed = {kind: [n.key for n in manifest.tree if n.kind == kind] for kind in LEAVES}
+    tables = {
+        "tensor": [t.key for t in manifest.tensors],
+        "value": [v.key for v in manifest.values],
+        "per_rank": [p.key for p in manifest.per_rank],
+    }
+    for kind, keys in tables.items():
+        if len(set(keys)) != len(keys) or sorted(keys) != sorted(listed[kind]):
+            raise ValueError(f"its tree and its table of {kind}s do not hold the same keys")
+
+
+def new_manifest(generation: int, save_id: str, created: str, writer: str, world: int, **content: Any) -> Manifest:
+    """A manifest of the current version."""
+    return Manifest(FORMAT, VERSION, generation, save_id, created, writer, world, BLOCK_BYTES, **content)
+
+
+assert get_args(Layout) == (Whole, Grid, Boxes), "`_check_ranks` must know every kind of layout"

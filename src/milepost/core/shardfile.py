@@ -1,0 +1,156 @@
+"""Shard files: valid safetensors files whose entries are boxes and whose last entry is a table of checksums. Pure.
+
+    8 bytes          length of the header, little-endian
+    header           JSON, padded with spaces so that the data starts at a page boundary
+    data             the entries, without gaps
+    @checksums       the last entry: one XXH3-64 for each block of the data before it (U64)
+
+The manifest holds a checksum over header and table, so each byte of the file is covered exactly once.
+"""
+
+import math
+import struct
+
+import msgspec
+import xxhash
+
+from milepost.core.box import Box, Shape, check_shape
+from milepost.core.dtypes import DTYPES, STORED_SIZES
+from milepost.core.limits import MAX_BLOCK_BYTES, MAX_HEADER_BYTES, PAGE_BYTES
+
+CHECKSUMS = "@checksums"
+PRIVATE = "@private"
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One entry of a header, as safetensors defines it."""
+
+    dtype: str
+    shape: Shape
+    data_offsets: tuple[int, int]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the entry holds."""
+        return self.data_offsets[1] - self.data_offsets[0]
+
+
+class NewEntry(msgspec.Struct, frozen=True):
+    """An entry that is to be written: its name, element type (torch's name) and shape."""
+
+    name: str
+    dtype: str
+    shape: Shape
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes the entry will hold."""
+        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+
+
+class Header(msgspec.Struct, frozen=True):
+    """A file's header: the entries by name, the file's own notes, and the sizes that follow from them."""
+
+    entries: dict[str, Entry]
+    notes: dict[str, str]
+    header_bytes: int
+    data_bytes: int
+    table_bytes: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the whole file."""
+        return self.header_bytes + self.data_bytes + self.table_bytes
+
+
+def entry_name(key: str, box: Box, shape: Shape) -> str:
+    """The name of the entry that holds `box` of the tensor `key`: the key itself where the box is the whole tensor.
+
+    No two pairs of key and box have one name, and none is a reserved name: a key that ends in a bracket always gets
+    its box, and one that starts like a reserved name gets a prefix.
+    """
+    whole = box.shape == shape and not key.endswith("]")
+    name = key if whole else key + box.text
+    return f"@@{name}" if name.startswith(("@", "__")) else name
+
+
+def private_name(key: str) -> str:
+    """The name of the entry that holds a rank-private tensor."""
+    return f"{PRIVATE}/{key}"
+
+
+def block_count(data_bytes: int, block_bytes: int) -> int:
+    """How many blocks, the last one perhaps shorter, cover the data."""
+    return -(-data_bytes // block_bytes)
+
+
+def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) -> tuple[bytes, Header]:
+    """The bytes of a header for these entries, in this order, and what they say."""
+    entries: dict[str, Entry] = {}
+    position = 0
+    for item in new:
+        kind = DTYPES[item.dtype]
+        end = position + item.size_bytes
+        entries[item.name] = Entry(kind.stored_as, (*item.shape, *kind.inner), (position, end))
+        position = end
+    if len(entries) != len(new):
+        raise ValueError("two entries of one shard file have one name")
+    blocks = block_count(position, block_bytes)
+    table = Entry("U64", (blocks,), (position, position + 8 * blocks))
+    record = {"__metadata__": notes, **entries, CHECKSUMS: table}
+    text = msgspec.json.encode(record)
+    length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
+    if length > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"a header of {length} bytes is more than a safetensors file may have; save fewer tensors a rank"
+        )
+    data = struct.pack("<Q", length - 8) + text.ljust(length - 8)
+    return data, Header({**entries, CHECKSUMS: table}, notes, length, position, 8 * blocks)
+
+
+def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
+    """Parse and check a header. Raises ValueError unless its entries tile the file exactly and sizes fit types."""
+    if len(data) < 8 or len(data) > MAX_HEADER_BYTES:
+        raise ValueError(f"a header cannot have {len(data)} bytes")
+    if struct.unpack("<Q", data[:8])[0] != len(data) - 8:
+        raise ValueError("the header's own length is not the one that the manifest names")
+    fields = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
+    notes = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
+    entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in fields.items()}
+    position = 0
+    for name, entry in entries.items():
+        _check_entry(name, entry, position)
+        position = entry.data_offsets[1]
+    if not entries or next(reversed(entries)) != CHECKSUMS:
+        raise ValueError("the last entry is not the table of checksums")
+    table = entries[CHECKSUMS]
+    data_bytes = table.data_offsets[0]
+    if table.dtype != "U64" or table.shape != (block_count(data_bytes, block_bytes),):
+        raise ValueError("the table of checksums does not fit the data")
+    if len(data) + position != file_bytes:
+        raise ValueError(f"the header describes {len(data) + position} bytes and the file has {file_bytes}")
+    return Header(entries, notes, len(data), data_bytes, table.size_bytes)
+
+
+def _check_entry(name: str, entry: Entry, position: int) -> None:
+    if entry.dtype not in STORED_SIZES:
+        raise ValueError(f"entry {name[:80]!r} has the unknown type {entry.dtype[:20]!r}")
+    check_shape(entry.shape)
+    start, end = entry.data_offsets
+    if start != position or end - start != math.prod(entry.shape) * STORED_SIZES[entry.dtype]:
+        raise ValueError(
+            f"entry {name[:80]!r} overlaps another, leaves a gap, or has a size that does not fit its shape"
+        )
+
+
+def check_block_bytes(block_bytes: int) -> None:
+    """Refuse block sizes that are not a power of two between a page and the limit."""
+    if not PAGE_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes & (block_bytes - 1):
+        raise ValueError(f"blocks of {block_bytes} bytes are not supported")
+
+
+def seal_of(header: bytes, table: bytes) -> str:
+    """The checksum over header and table that the manifest keeps."""
+    hasher = xxhash.xxh3_64(header)
+    hasher.update(table)
+    return hasher.hexdigest()

@@ -1,0 +1,170 @@
+"""Tables: what each rank says it holds, and the one table that they make together. Pure.
+
+In a plain SPMD job all ranks have the same table, and comparing digests is enough. Where they differ (pipeline
+stages), one table for each distinct digest is merged with the others; whatever contradicts is reported at once.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import msgspec
+import xxhash
+
+from milepost.core.box import Box, Shape
+from milepost.core.layout import Boxes, Grid, Held, Layout, Whole, stack
+from milepost.core.manifest import PerRankValue, TensorKind, Value
+from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
+from milepost.core.tree import Node
+from milepost.core.tree import merge as merge_trees
+
+
+class TensorRow(msgspec.Struct, frozen=True):
+    """One tensor as a rank describes it. `layout` is None for a plain tensor: whole on every rank that has the key."""
+
+    key: str
+    dtype: str
+    shape: Shape
+    kind: TensorKind
+    layout: Grid | Boxes | None
+
+
+class Table(msgspec.Struct, frozen=True):
+    """All that one rank holds, without the data. `per_rank` lists the keys of rank-private values."""
+
+    tensors: tuple[TensorRow, ...]
+    tree: tuple[Node, ...]
+    values: tuple[Value, ...]
+    per_rank: tuple[str, ...]
+
+    def digest(self) -> str:
+        """The same for equal tables, on every rank and machine."""
+        return str(xxhash.xxh3_128(msgspec.json.encode(self)).hexdigest())
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What all ranks hold together. Where `problems` is not empty, nothing else counts."""
+
+    tensors: tuple[TensorRow, ...] = ()
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    tree: tuple[Node, ...] = ()
+    values: tuple[Value, ...] = ()
+    per_rank: tuple[PerRankValue, ...] = ()
+    problems: tuple[str, ...] = ()
+    differing: tuple[str, ...] = ()
+
+    @cached_property
+    def rows(self) -> dict[str, TensorRow]:
+        """The tensors by key."""
+        return {row.key: row for row in self.tensors}
+
+
+def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
+    """One table for all ranks, from the distinct ones and the ranks that have each.
+
+    `problems` lists contradictions (two shapes, two dtypes, overlapping or missing boxes); `differing` lists values
+    that are not equal on all ranks, of which the lowest rank's is kept.
+    """
+    problems: list[str] = []
+    held: dict[str, list[tuple[tuple[int, ...], TensorRow]]] = {}
+    for ranks, table in tables:
+        for row in table.tensors:
+            held.setdefault(row.key, []).append((ranks, row))
+    rows, layouts = [], {}
+    for key, holders in held.items():
+        problem = _contradiction(key, holders) or ""
+        if not problem:
+            try:
+                layouts[key] = merge_layouts(holders)
+            except ValueError as error:
+                problem = f"{key!r}: {error}"
+        problems.extend([problem] if problem else [])
+        rows.append(holders[0][1])
+    values, differing = _merge_values(tables)
+    tree: tuple[Node, ...] = ()
+    try:
+        tree = merge_trees([table.tree for _, table in tables])
+    except ValueError as error:
+        problems.append(str(error))
+    per_rank = _merge_per_rank(tables)
+    return Merged(tuple(rows), layouts, tree, values, per_rank, tuple(problems), differing)
+
+
+def merge_layouts(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
+    """The layout of one tensor on all ranks. Raises ValueError where boxes overlap, are missing, or a rank is absent."""
+    shape = holders[0][1].shape
+    ranks = sorted(rank for group, _ in holders for rank in group)
+    distinct = list(dict.fromkeys(row.layout for _, row in holders))
+    if distinct == [None]:
+        return Whole(pack_ranks(ranks))
+    grids = [layout for layout in distinct if isinstance(layout, Grid)]
+    if len(grids) == len(distinct):
+        merged = grids[0] if len(grids) == 1 else stack(grids)
+        if merged is not None:
+            merged.check(shape)
+            absent = set(unpack_ranks(merged.mesh.ranks)) - set(ranks)
+            if absent:
+                raise ValueError(f"its mesh includes {show_ranks(absent)}, which did not save it")
+            return merged
+    boxes = Boxes(tuple(_spell_out(holders, shape)))
+    boxes.check(shape)
+    return boxes
+
+
+def _spell_out(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -> Iterable[Held]:
+    """Every distinct box with all ranks that hold it; the order of turns starts at another rank for each box."""
+    found: dict[Box, set[int]] = {}
+    for ranks, row in holders:
+        layout: Layout = row.layout or Whole(pack_ranks(ranks))
+        members = ranks if not isinstance(layout, Boxes) else [r for h in layout.held for r in h.holders]
+        for rank in members:
+            for piece in layout.pieces(shape, rank):
+                if piece.box.elements:
+                    found.setdefault(piece.box, set()).add(rank)
+    for i, (box, holding) in enumerate(sorted(found.items(), key=lambda item: (item[0].offset, item[0].shape))):
+        order = sorted(holding)
+        turn = i % len(order)
+        yield Held(box, pack_ranks(order[turn:] + order[:turn]))
+
+
+def _contradiction(key: str, holders: list[tuple[tuple[int, ...], TensorRow]]) -> str | None:
+    seen: dict[tuple[str, Shape, str], list[int]] = {}
+    for ranks, row in holders:
+        seen.setdefault((row.dtype, row.shape, row.kind), []).extend(ranks)
+    if len(seen) == 1:
+        return None
+    parts = [f"{kind} {dtype} {shape} on {show_ranks(ranks)}" for (dtype, shape, kind), ranks in seen.items()]
+    return f"{key!r} is " + ", but ".join(parts)
+
+
+def _merge_values(tables: list[tuple[tuple[int, ...], Table]]) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+    chosen: dict[str, tuple[Value, bytes]] = {}
+    versions: dict[str, dict[bytes, list[int]]] = {}
+    for ranks, table in sorted(tables, key=lambda item: min(item[0])):
+        for value in table.values:
+            spelled = msgspec.json.encode(value.value)
+            chosen.setdefault(value.key, (value, spelled))
+            versions.setdefault(value.key, {}).setdefault(spelled, []).extend(ranks)
+    differing = []
+    for key, seen in versions.items():
+        if len(seen) > 1:
+            shown = " but ".join(
+                f"{_short(spelled)} on {show_ranks(ranks)}" for spelled, ranks in list(seen.items())[:4]
+            )
+            more = f" and {len(seen) - 4} more" if len(seen) > 4 else ""
+            differing.append(f"{key!r} is {shown}{more}")
+    return tuple(value for value, _ in chosen.values()), tuple(differing)
+
+
+def _short(spelled: bytes) -> str:
+    text = spelled.decode(errors="replace")
+    return text if len(text) <= 60 else f"{text[:56]} …"
+
+
+def _merge_per_rank(tables: list[tuple[tuple[int, ...], Table]]) -> tuple[PerRankValue, ...]:
+    ranks_of: dict[str, list[int]] = {}
+    for ranks, table in tables:
+        for key in table.per_rank:
+            ranks_of.setdefault(key, []).extend(ranks)
+    return tuple(PerRankValue(key, pack_ranks(sorted(ranks))) for key, ranks in ranks_of.items())

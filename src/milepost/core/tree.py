@@ -1,0 +1,274 @@
+"""Trees: a nested state as a flat list of nodes and a dict of leaves, and back. Pure.
+
+The nodes stand in preorder, each with its depth, so the list needs no recursion to read and keeps the order of keys.
+A leaf's key is its path joined by dots; where two paths of one state would spell the same key, both are spelled exactly.
+"""
+
+from collections import OrderedDict, defaultdict, namedtuple
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from milepost.core.limits import MAX_DEPTH
+
+Path = tuple[Hashable, ...]
+Leaf = Literal["tensor", "value", "per_rank"]
+LEAVES = ("tensor", "value", "per_rank")
+FACTORIES: dict[str, Callable[[], object] | None] = {
+    "None": None,
+    "dict": dict,
+    "list": list,
+    "set": set,
+    "int": int,
+    "float": float,
+    "str": str,
+}
+
+
+class Node(msgspec.Struct, frozen=True, array_like=True):
+    """One container or leaf. `name` is its encoded key in its parent; `kind` a container or leaf kind; `key` a leaf's key."""
+
+    depth: int
+    name: Any
+    kind: str
+    key: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Flat:
+    """A state taken apart: its nodes, and its leaves by key with their paths."""
+
+    nodes: tuple[Node, ...]
+    leaves: dict[str, Any]
+    paths: dict[str, Path]
+    kinds: dict[str, Leaf]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What the caller knows and the tree does not.
+
+    `leaf` tells what kind of leaf an object is, or None for a container; `encode` spells a dict's key for the
+    manifest; `open` gives the tree that stands for an object (a module's state dict), or None.
+    """
+
+    leaf: Callable[[Any], Leaf | None]
+    encode: Callable[[Any, str], Any]
+    open: Callable[[Any, Path], Any]
+
+
+class TooDeep(ValueError):
+    """The state is nested deeper than the limit, or contains itself."""
+
+
+def flatten(state: Any, rules: Rules) -> Flat:
+    """Take `state` apart. Raises TooDeep for a state that contains itself, ValueError for a container it does not know."""
+    found = list(_walk(state, rules, (), None, 0))
+    keys = _keys([path for path, node, _ in found if node.kind in LEAVES])
+    nodes, leaves, paths, kinds = [], {}, {}, {}
+    for path, node, value in found:
+        if node.kind in LEAVES:
+            key = keys[path]
+            nodes.append(msgspec.structs.replace(node, key=key))
+            leaves[key], paths[key], kinds[key] = value, path, node.kind
+        else:
+            nodes.append(node)
+    return Flat(tuple(nodes), leaves, paths, kinds)  # type: ignore[arg-type]  # kinds holds only LEAVES
+
+
+def _walk(value: Any, rules: Rules, path: Path, name: Any, depth: int) -> Iterator[tuple[Path, Node, Any]]:
+    if depth > MAX_DEPTH:
+        raise TooDeep(f"{show_path(path)!r} lies more than {MAX_DEPTH} levels deep; does the state contain itself?")
+    kind = rules.leaf(value)
+    if kind is not None:
+        yield path, Node(depth, name, kind), value
+        return
+    opened = rules.open(value, path)
+    if opened is not None:
+        value = opened
+    yield path, Node(depth, name, container_kind(value, path)), None
+    for child_key, child in children(value):
+        spelled = rules.encode(child_key, show_path((*path, child_key))) if isinstance(value, Mapping) else None
+        if is_namedtuple(value):
+            spelled = child_key
+        yield from _walk(child, rules, (*path, child_key), spelled, depth + 1)
+
+
+def container_kind(value: Any, path: Path = ()) -> str:
+    """The manifest's word for a container. Raises ValueError for a type that would not come back the same."""
+    kind = type(value)
+    if kind in (dict, OrderedDict, list, tuple):
+        return str(kind.__name__)
+    if kind is defaultdict:
+        for name, factory in FACTORIES.items():
+            if value.default_factory is factory:
+                return f"defaultdict:{name}"
+        raise ValueError(f"{show_path(path)!r} is a defaultdict whose factory cannot be saved; use a plain dict")
+    if is_namedtuple(value):
+        return f"namedtuple:{kind.__name__}"
+    raise ValueError(f"{show_path(path)!r} is a {kind.__module__}.{kind.__qualname__}")
+
+
+def is_namedtuple(value: Any) -> bool:
+    """Whether `value` is an instance of a namedtuple class."""
+    return isinstance(value, tuple) and hasattr(value, "_fields") and hasattr(value, "_make")
+
+
+def children(value: Any) -> Iterable[tuple[Hashable, Any]]:
+    """A container's children with their keys (indices for sequences, field names for namedtuples)."""
+    if isinstance(value, Mapping):
+        return value.items()
+    if is_namedtuple(value):
+        return zip(value._fields, value, strict=True)
+    return enumerate(value)
+
+
+def show_path(path: Path) -> str:
+    """A path as people read it."""
+    return ".".join(str(part) for part in path)
+
+
+def exact_path(path: Path) -> str:
+    """A path spelled so that no other path reads the same: dots inside a part are escaped, other types are named."""
+    parts = []
+    for part in path:
+        if isinstance(part, str):
+            parts.append(part.replace("\\", "\\\\").replace(".", "\\.").replace("<", "\\<"))
+        else:
+            parts.append(f"<{type(part).__name__} {part!r}>")
+    return ".".join(parts)
+
+
+def _keys(paths: list[Path]) -> dict[Path, str]:
+    counts: dict[str, int] = {}
+    for path in paths:
+        text = show_path(path)
+        counts[text] = counts.get(text, 0) + 1
+    return {path: text if counts[text := show_path(path)] == 1 else exact_path(path) for path in paths}
+
+
+@dataclass(slots=True)
+class Branch:
+    """A node with its children, as `grow` builds it from the flat list."""
+
+    node: Node
+    children: "list[Branch]"
+
+
+def grow(nodes: Iterable[Node]) -> Branch:
+    """The tree that a list of nodes stands for. Raises ValueError for a list that is no tree, or too deep."""
+    stack: list[Branch] = []
+    root: Branch | None = None
+    for node in nodes:
+        if not 0 <= node.depth <= MAX_DEPTH + 1:
+            raise ValueError(f"a tree has depths up to {MAX_DEPTH}, not {node.depth}")
+        if (node.depth == 0) != (root is None) or node.depth > len(stack):
+            raise ValueError("the list of nodes is not a tree")
+        del stack[node.depth :]
+        branch = Branch(node, [])
+        if root is None:
+            root = branch
+        else:
+            parent = stack[-1]
+            if parent.node.kind in LEAVES:
+                raise ValueError("a leaf has no children")
+            parent.children.append(branch)
+        stack.append(branch)
+    if root is None:
+        raise ValueError("a tree needs a root")
+    return root
+
+
+def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Path], Any], path: Path = ()) -> Any:
+    """Rebuild the containers of a tree; `decode` reads a dict's keys and `leaf` gives each leaf."""
+    kind, _, detail = branch.node.kind.partition(":")
+    if branch.node.kind in LEAVES:
+        return leaf(branch.node, path)
+    if kind in ("list", "tuple"):
+        built = [build(child, decode, leaf, (*path, i)) for i, child in enumerate(branch.children)]
+        return built if kind == "list" else tuple(built)
+    if kind == "namedtuple":
+        fields = [str(child.node.name) for child in branch.children]
+        values = [build(c, decode, leaf, (*path, f)) for c, f in zip(branch.children, fields, strict=True)]
+        return make_namedtuple(detail, fields)._make(values)
+    result: dict[Any, Any]
+    if kind == "defaultdict":
+        result = defaultdict(FACTORIES[detail])
+    else:
+        result = {"dict": dict, "OrderedDict": OrderedDict}[kind]()
+    for child in branch.children:
+        key = decode(child.node.name)
+        result[key] = build(child, decode, leaf, (*path, key))
+    return result
+
+
+def make_namedtuple(name: str, fields: list[str]) -> Any:
+    """A namedtuple class of this name; odd names (they come from a file) are replaced by safe ones."""
+    return namedtuple(name if name.isidentifier() else "Record", fields, rename=True)  # noqa: PYI024
+
+
+def check_kinds(nodes: Iterable[Node]) -> None:
+    """Refuse kinds of node that this version does not know."""
+    for node in nodes:
+        kind, _, detail = node.kind.partition(":")
+        plain = kind in (*LEAVES, "dict", "OrderedDict", "list", "tuple") and not detail
+        if not (plain or kind == "namedtuple" or (kind == "defaultdict" and detail in FACTORIES)):
+            raise ValueError(f"a node of the unknown kind {node.kind[:80]!r}")
+
+
+def restore(value: Any, replace: Callable[[Any, Path], Any], path: Path = ()) -> Any:
+    """Put new leaves into an existing state: dicts and lists in place, tuples anew. Gives the state back.
+
+    `replace` is asked for every object what should stand there; NotImplemented means: go into it.
+    """
+    finished = replace(value, path)
+    if finished is not NotImplemented:
+        return finished
+    if isinstance(value, dict):
+        for key in list(value):
+            value[key] = restore(value[key], replace, (*path, key))
+    elif isinstance(value, list):
+        for i, item in enumerate(value):
+            value[i] = restore(item, replace, (*path, i))
+    elif isinstance(value, tuple):
+        keys = getattr(value, "_fields", range(len(value)))
+        items = [restore(v, replace, (*path, k)) for k, v in zip(keys, value, strict=True)]
+        return type(value)(*items) if is_namedtuple(value) else tuple(items)
+    return value
+
+
+def merge(trees: list[tuple[Node, ...]]) -> tuple[Node, ...]:
+    """The union of several ranks' trees, in order of first appearance. Raises ValueError, naming the path, where they clash."""
+    if all(tree == trees[0] for tree in trees[1:]):
+        return trees[0]
+    root = _merge([grow(tree) for tree in trees], ())
+    return tuple(_unroll(root))
+
+
+def _merge(branches: list[Branch], path: Path) -> Branch:
+    first = branches[0]
+    for other in branches[1:]:
+        if (other.node.kind, other.node.key) != (first.node.kind, first.node.key):
+            raise ValueError(
+                f"{show_path(path)!r} is a {first.node.kind} on one rank and a {other.node.kind} on another"
+            )
+    if first.node.kind in LEAVES:
+        return first
+    if first.node.kind in ("list", "tuple") or first.node.kind.startswith("namedtuple"):
+        if len({len(b.children) for b in branches}) > 1:
+            raise ValueError(f"{show_path(path)!r} has a different length on different ranks")
+        columns = zip(*(b.children for b in branches), strict=True)
+        return Branch(first.node, [_merge(list(column), (*path, i)) for i, column in enumerate(columns)])
+    groups: dict[bytes, list[Branch]] = {}
+    for branch in branches:
+        for child in branch.children:
+            groups.setdefault(msgspec.json.encode(child.node.name), []).append(child)
+    return Branch(first.node, [_merge(group, (*path, group[0].node.name)) for group in groups.values()])
+
+
+def _unroll(branch: Branch) -> Iterator[Node]:
+    yield branch.node
+    for child in branch.children:
+        yield from _unroll(child)

@@ -1,0 +1,120 @@
+"""Every error that Milepost raises, grouped by what the caller does next.
+
+    CheckpointError                     any of them; `failures` tells which ranks failed and how
+    |
+    |   fix the call
+    +-- InvalidState (TypeError)        the state holds something that cannot be saved
+    +-- InvalidRequest (ValueError)     an argument is wrong
+    +-- RanksDisagree                   ranks describe one key in two ways, or replicas differ
+    +-- StateMismatch (KeyError)        the checkpoint and the target state do not fit
+    |
+    |   fix the target, or retry
+    +-- StorageError (OSError)          the disk or object store said no
+    |   +-- AlreadyExists               create-if-absent found something there
+    +-- SaveConflict                    another job committed first
+    +-- RanksMissing (TimeoutError)     ranks did not arrive before the deadline
+    |
+    |   choose another checkpoint
+    +-- CheckpointNotFound (FileNotFoundError)   there is none here
+    +-- CheckpointDamaged               bytes are missing or are not what was saved
+    +-- UnsupportedFormat               a newer format, or one that needs an opt-in
+    +-- UnsafeCheckpoint                it tries to leave its folder or to exhaust the reader
+
+A message says what happened, where, and what to do. An error that one rank met is raised on every rank.
+"""
+
+from collections.abc import Mapping
+
+import msgspec
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """What one rank met: the name of the exception's type, its message, and its traceback as text."""
+
+    kind: str
+    message: str
+    traceback: str = ""
+
+
+class CheckpointError(Exception):
+    """Something about a checkpoint failed; `failures` maps each failing rank to what it met (empty for one process)."""
+
+    def __init__(self, message: str, failures: Mapping[int, Failure] | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.failures: dict[int, Failure] = dict(failures or {})
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class InvalidState(CheckpointError, TypeError):
+    """The state holds something that cannot be saved as it is."""
+
+
+class InvalidRequest(CheckpointError, ValueError):
+    """An argument of the call is wrong."""
+
+
+class RanksDisagree(CheckpointError):
+    """Ranks describe one key in two ways, or replicas that should be equal are not."""
+
+
+class StateMismatch(CheckpointError, KeyError):
+    """The checkpoint and the target state do not fit; the message lists every difference."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The disk or object store refused an operation."""
+
+    def __init__(self, message: str, failures: Mapping[int, Failure] | None = None, errno: int | None = None) -> None:
+        super().__init__(message, failures)
+        self.errno = errno
+
+
+class AlreadyExists(StorageError):
+    """A create-if-absent found that the name is taken."""
+
+
+class SaveConflict(CheckpointError):
+    """Another job committed to the same place first; nothing of this save remains."""
+
+
+class RanksMissing(CheckpointError, TimeoutError):
+    """Ranks did not arrive before the deadline; the message names them and the phase."""
+
+
+class CheckpointNotFound(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint at this place."""
+
+
+class CheckpointDamaged(CheckpointError):
+    """Bytes are missing or are not what was saved; the message names file and tensor."""
+
+
+class UnsupportedFormat(CheckpointError):
+    """The checkpoint has a newer format, or holds something that needs an explicit opt-in."""
+
+
+class UnsafeCheckpoint(CheckpointError):
+    """The checkpoint tries to leave its folder, or to make the reader allocate without bound."""
+
+
+ERRORS: dict[str, type[CheckpointError]] = {
+    kind.__name__: kind
+    for kind in (
+        CheckpointError,
+        InvalidState,
+        InvalidRequest,
+        RanksDisagree,
+        StateMismatch,
+        StorageError,
+        AlreadyExists,
+        SaveConflict,
+        RanksMissing,
+        CheckpointNotFound,
+        CheckpointDamaged,
+        UnsupportedFormat,
+        UnsafeCheckpoint,
+    )
+}

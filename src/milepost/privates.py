@@ -1,0 +1,61 @@
+"""Reading rank-private values: the record in a rank's own shard file, and the tensors that it names."""
+
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+
+from milepost.core.box import Box
+from milepost.core.dtypes import DTYPES
+from milepost.core.manifest import Tensor
+from milepost.core.plan import ReadItem
+from milepost.core.private import read_private
+from milepost.core.shardfile import PRIVATE, private_name
+from milepost.core.tree import Node, Path, build, grow
+from milepost.errors import CheckpointDamaged
+from milepost.place import Placement, place_all
+from milepost.read import Files
+from milepost.tensors import torch_dtype
+from milepost.values import Codec
+
+
+def read_private_values(files: Files, rank: int, codec: Codec) -> dict[str, Any]:
+    """All values that `rank` kept for itself, by key. Raises CheckpointDamaged where the record is not valid."""
+    file = files.of(rank)
+    entry = file.header.entries.get(PRIVATE)
+    if entry is None:
+        raise CheckpointDamaged(f"{file.where} holds no private values")
+    file.expect([entry.data_offsets])
+    try:
+        record = read_private(bytes(file.data(*entry.data_offsets)))
+    except (ValueError, msgspec.DecodeError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file.where}: its private values are not valid: {error}") from error
+    tensors = {t.key: _read_tensor(files, rank, t) for t in record.tensors}
+    values = {v.key: v.value for v in record.values}
+
+    def leaf(node: Node, path: Path) -> Any:
+        del path
+        return tensors[node.key] if node.kind == "tensor" else codec.decode(values[node.key], node.key)
+
+    result: dict[str, Any] = build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
+    return result
+
+
+def _read_tensor(files: Files, rank: int, tensor: Tensor) -> Any:
+    name, box = private_name(tensor.key), Box.whole(tensor.shape)
+    entry = files.of(rank).header.entries.get(name)
+    if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
+        raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
+    data = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+    if box.elements:
+        place_all(files, [Placement(ReadItem(tensor.key, rank, name, box, box), tensor.dtype, data)])
+    return as_saved(data, tensor)
+
+
+def as_saved(data: torch.Tensor, tensor: Tensor) -> Any:
+    """The tensor as the kind of object that was saved."""
+    if tensor.kind == "tensor":
+        return data
+    array: np.ndarray[Any, Any] = data.numpy()
+    return array if tensor.kind == "numpy" else {"bytes": bytes, "bytearray": bytearray}[tensor.kind](array.tobytes())

@@ -1,0 +1,146 @@
+"""What fits and what does not between a checkpoint and a target state, on all ranks, readable at any size."""
+
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import msgspec
+
+from milepost.core.box import Shape
+from milepost.core.ranks import show_ranks
+
+_NUMBER = re.compile(r"\d+")
+_SHOWN = 10
+
+
+class Found(msgspec.Struct, frozen=True):
+    """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes."""
+
+    missing: tuple[str, ...]
+    shapes: dict[str, tuple[Shape, Shape]]
+    dtypes: dict[str, tuple[str, str]]
+    kinds: dict[str, str]
+    wanted: bytes
+    read_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All differences between a checkpoint and a target state, and what a load would read.
+
+    Keys map to the ranks that see the difference. `shapes` and `dtypes` hold (saved, target).
+    """
+
+    url: str
+    missing: Mapping[str, tuple[int, ...]]
+    unexpected: tuple[str, ...]
+    shapes: Mapping[str, tuple[Shape, Shape]]
+    dtypes: Mapping[str, tuple[str, str]]
+    kinds: Mapping[str, str]
+    read_bytes: tuple[int, ...]
+
+    def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: bool = False) -> bool:
+        """Whether a load with these permissions would go through."""
+        return not (
+            self.shapes
+            or self.kinds
+            or (self.missing and not allow_missing)
+            or (self.unexpected and not allow_unexpected)
+            or (self.dtypes and not convert_dtype)
+        )
+
+    def __str__(self) -> str:
+        read = sum(self.read_bytes)
+        head = f"{self.url}: " + ("everything fits" if self.fits() else "the state does not fit")
+        most = f", at most {max(self.read_bytes):,} on one" if len(self.read_bytes) > 1 else ""
+        lines = [head, *self.problems(False, False, False)]
+        lines.append(f"{len(self.read_bytes)} ranks would read {read:,} bytes{most}")
+        return "\n".join(lines)
+
+    def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: bool) -> list[str]:
+        """One block of text for each kind of difference that is not allowed, with what to do."""
+        blocks = []
+        if self.missing and not allow_missing:
+            lines = grouped(self.missing, lambda key: f"on {show_ranks(self.missing[key])}")
+            blocks.append(
+                _block(
+                    len(self.missing),
+                    "missing from the checkpoint",
+                    lines,
+                    "allow_missing=True leaves them as they are",
+                )
+            )
+        if self.unexpected and not allow_unexpected:
+            lines = grouped(self.unexpected, lambda _: "")
+            blocks.append(
+                _block(
+                    len(self.unexpected),
+                    "in the checkpoint but not in the state",
+                    lines,
+                    "allow_unexpected=True leaves them unread",
+                )
+            )
+        if self.shapes:
+            lines = grouped(self.shapes, lambda key: "saved as {} and the target is {}".format(*self.shapes[key]))
+            blocks.append(
+                _block(
+                    len(self.shapes),
+                    "of another shape",
+                    lines,
+                    "if a target is one shard, pass the DTensor itself, not its local part",
+                )
+            )
+        if self.dtypes and not convert_dtype:
+            lines = grouped(self.dtypes, lambda key: "saved as {} and the target is {}".format(*self.dtypes[key]))
+            blocks.append(_block(len(self.dtypes), "of another dtype", lines, "convert_dtype=True converts them"))
+        if self.kinds:
+            lines = grouped(self.kinds, lambda key: self.kinds[key])
+            blocks.append(_block(len(self.kinds), "of another kind", lines, "give the target what was saved"))
+        return blocks
+
+
+def _block(count: int, what: str, lines: list[str], hint: str) -> str:
+    more = [f"    and {len(lines) - _SHOWN} more patterns"] if len(lines) > _SHOWN else []
+    return "\n".join([f"  {count} {'key' if count == 1 else 'keys'} {what} ({hint}):", *lines[:_SHOWN], *more])
+
+
+def grouped(keys: Iterable[str], detail: Callable[[str], str]) -> list[str]:
+    """A line for each pattern of keys: numbers become `*`, so a thousand layers take one line."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key in keys:
+        groups.setdefault((_NUMBER.sub("*", key), detail(key)), []).append(key)
+    lines = []
+    for (pattern, text), members in groups.items():
+        tail = f": {text}" if text else ""
+        if len(members) == 1:
+            lines.append(f"    {members[0]!r}{tail}")
+        else:
+            lines.append(f"    {len(members)} x {pattern!r} (first {members[0]!r}){tail}")
+    return lines
+
+
+def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
+    """One report for all ranks. A key is unexpected only if no rank wants it."""
+    missing: dict[str, list[int]] = {}
+    for rank, one in enumerate(found):
+        for key in one.missing:
+            missing.setdefault(key, []).append(rank)
+    unexpected = tuple(key for i, key in enumerate(keys) if not any(f.wanted[i // 8] >> (i % 8) & 1 for f in found))
+    shapes: dict[str, tuple[Shape, Shape]] = {}
+    dtypes: dict[str, tuple[str, str]] = {}
+    kinds: dict[str, str] = {}
+    for one in found:
+        shapes.update(one.shapes)
+        dtypes.update(one.dtypes)
+        kinds.update(one.kinds)
+    ranks = {key: tuple(where) for key, where in missing.items()}
+    return Report(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found))
+
+
+def bits_of(keys: list[str], wanted: set[str]) -> bytes:
+    """One bit for each key, in order."""
+    bits = bytearray(-(-len(keys) // 8))
+    for i, key in enumerate(keys):
+        if key in wanted:
+            bits[i // 8] |= 1 << (i % 8)
+    return bytes(bits)

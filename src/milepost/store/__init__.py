@@ -1,0 +1,8 @@
+"""Stores: bytes by name. `Store` is the port; local folders and memory are behind it."""
+
+from milepost.store.base import Reader, Store, Writer
+from milepost.store.local import LocalStore
+from milepost.store.memory import MemoryStore
+from milepost.store.where import Where, store_at
+
+__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Where", "Writer", "store_at"]

@@ -1,0 +1,67 @@
+"""The storage port: what a place must be able to do to hold a checkpoint. Names are relative, with `/` between parts."""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from milepost.errors import UnsafeCheckpoint
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Writer(Protocol):
+    """A new object that is being written, front to back."""
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`. Raises StorageError, naming the object, when the store refuses."""
+
+    def commit(self) -> None:
+        """Return once the object is whole and survives power loss under its name."""
+
+    def abort(self) -> None:
+        """Give up: nothing of the object remains. Never raises."""
+
+
+class Reader(Protocol):
+    """An object that is open for reading."""
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the object."""
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill all of `target` from `offset`. Raises StorageError where the object is shorter."""
+
+    def close(self) -> None:
+        """Let go of the object."""
+
+
+@runtime_checkable
+class Store(Protocol):
+    """Bytes by name. Safe to use from several threads and processes at once."""
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+
+    def writer(self, name: str) -> Writer:
+        """Start a new object. Raises AlreadyExists if the name is taken."""
+
+    def reader(self, name: str) -> Reader:
+        """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object."""
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """The names that start with `prefix`, in any order, unfinished objects included."""
+
+    def delete(self, name: str) -> None:
+        """Remove an object if it is there."""
+
+
+def check_name(name: str) -> tuple[str, ...]:
+    """The parts of a name. Raises UnsafeCheckpoint for a name that could lead out of the store."""
+    parts = tuple(name.split("/"))
+    if not name or any(part in ("", ".", "..") or "\\" in part or "\0" in part for part in parts):
+        raise UnsafeCheckpoint(f"{name[:200]!r} is not a name inside a checkpoint")
+    return parts

@@ -1,0 +1,263 @@
+"""A store in a folder of a local or network file system.
+
+Assumptions: `link` or `O_EXCL` creates a name at most once; `rename` is atomic; after `fsync` of a file and of its
+folder, both survive power loss. Inside the folder no symbolic link is followed and only regular files are opened.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from milepost.errors import AlreadyExists, StorageError, UnsafeCheckpoint
+from milepost.store.base import Buffer, check_name
+
+_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE_AT_ONCE = 1 << 30
+_TRIES = 20
+
+
+class LocalStore:
+    """Bytes by name in a folder, which is made when something is first written."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        self.root = Path(os.path.abspath(root))
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+        return str(self.root)
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+        path = self._path(name)
+        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        writer = self.writer(temporary)
+        try:
+            writer.write(data)
+            writer.commit()
+            with _explained("publish", path):
+                self._publish(self._path(temporary), path)
+                _sync_folders(path.parent, self.root)
+        finally:
+            writer.abort()
+
+    def _publish(self, temporary: Path, path: Path) -> None:
+        """Give the finished file its name, unless that is taken."""
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+        except FileNotFoundError:
+            # Whoever committed this name first may already have swept our temporary file away.
+            if path.exists():
+                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+            raise
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            # No hard links here (some FUSE file systems): an empty file claims the name, and a rename fills it whole.
+            # Readers take an empty manifest for one that was never committed.
+            try:
+                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            except FileExistsError:
+                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+            os.rename(temporary, path)
+
+    def writer(self, name: str) -> "LocalWriter":
+        """Start a new object. Raises AlreadyExists if the name is taken."""
+        path = self._path(name)
+        with _explained("create", path):
+            try:
+                handle = _create_file(path)
+            except FileExistsError:
+                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+        return LocalWriter(path, handle, self.root)
+
+    def reader(self, name: str) -> "LocalReader":
+        """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
+        path = self._path(name)
+        with _explained("open", path):
+            handle = _open_inside(self.root, check_name(name))
+        try:
+            status = os.fstat(handle)
+            if not stat.S_ISREG(status.st_mode):
+                raise UnsafeCheckpoint(f"{path} is not a regular file; a checkpoint holds nothing else")
+        except BaseException:
+            os.close(handle)
+            raise
+        return LocalReader(path, handle, status.st_size)
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """The names that start with `prefix`; folders that cannot match are not opened, links are not followed."""
+        folder = prefix.rpartition("/")[0]
+        pending = [folder]
+        while pending:
+            here = pending.pop()
+            try:
+                entries = list(os.scandir(self.root / here))
+            except (FileNotFoundError, NotADirectoryError):
+                continue
+            except OSError as error:
+                raise StorageError(f"cannot list {self.root / here}: {error}", errno=error.errno) from error
+            for entry in entries:
+                name = f"{here}/{entry.name}" if here else entry.name
+                if entry.is_dir(follow_symlinks=False):
+                    if name.startswith(prefix) or prefix.startswith(f"{name}/"):
+                        pending.append(name)
+                elif name.startswith(prefix):
+                    yield name
+
+    def delete(self, name: str) -> None:
+        """Remove an object if it is there, and the folders that it leaves empty."""
+        path = self._path(name)
+        with _explained("delete", path), contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        with contextlib.suppress(OSError):  # not empty, or another rank was faster
+            for parent in path.parents:
+                if parent == self.root:
+                    break
+                os.rmdir(parent)
+
+    def _path(self, name: str) -> Path:
+        return self.root.joinpath(*check_name(name))
+
+
+class LocalWriter:
+    """A new file. `commit` syncs it and the folders that lead to it."""
+
+    def __init__(self, path: Path, handle: int, root: Path) -> None:
+        self._path, self._handle, self._root = path, handle, root
+
+    def write(self, data: Buffer) -> None:
+        """Append all of `data`."""
+        view = memoryview(data).cast("B")
+        with _explained("write", self._path):
+            while view:
+                view = view[os.write(self._handle, view[:_WRITE_AT_ONCE]) :]
+
+    def commit(self) -> None:
+        """Return once the file and the folders that lead to it survive power loss."""
+        with _explained("sync", self._path):
+            os.fsync(self._handle)
+            self._close()
+            _sync_folders(self._path.parent, self._root)
+
+    def abort(self) -> None:
+        """Remove the file, whether finished or not."""
+        with contextlib.suppress(OSError):
+            self._close()
+        with contextlib.suppress(OSError):
+            os.unlink(self._path)
+
+    def _close(self) -> None:
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+class LocalReader:
+    """An open file."""
+
+    def __init__(self, path: Path, handle: int, size_bytes: int) -> None:
+        self._path, self._handle, self._size = path, handle, size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file when it was opened."""
+        return self._size
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill all of `target` from `offset`."""
+        with _explained("read", self._path):
+            done = 0
+            while done < len(target):
+                count = os.preadv(self._handle, [target[done:]], offset + done)
+                if count == 0:
+                    raise StorageError(f"{self._path} ends before byte {offset + len(target)}")
+                done += count
+
+    def close(self) -> None:
+        """Close the file."""
+        handle, self._handle = self._handle, -1
+        if handle >= 0:
+            os.close(handle)
+
+
+def _open_inside(root: Path, parts: tuple[str, ...]) -> int:
+    """Open a file below `root` step by step, so that no link on the way is followed. FIFOs do not block."""
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            inner = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        return os.open(parts[-1], flags, dir_fd=folder)
+    except OSError as error:
+        # ELOOP for a link in the last place; ENOTDIR for one (or a file) in a folder's place; ENXIO for a socket.
+        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+            where = root.joinpath(*parts)
+            raise UnsafeCheckpoint(
+                f"{where} is or goes through a link or special file; a checkpoint holds none"
+            ) from None
+        raise
+    finally:
+        os.close(folder)
+
+
+def _create_file(path: Path) -> int:
+    """Open a new file for writing, making the folders that it needs."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    for _ in range(_TRIES):
+        # Another save that cleans up may remove a folder between the two calls, while it is still empty.
+        with contextlib.suppress(FileNotFoundError):
+            _make_folders(path.parent)
+            return os.open(path, flags, 0o666)
+    raise StorageError(f"cannot create {path}: its folder is removed again and again by someone else")
+
+
+def _make_folders(folder: Path) -> None:
+    """Make a folder and its parents. Each new one is synced into its parent: without that, a power cut can undo it."""
+    if folder.is_dir():
+        return
+    _make_folders(folder.parent)
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder)
+    _sync_folder(folder.parent)
+
+
+def _sync_folders(folder: Path, root: Path) -> None:
+    """Sync the entries of everything from `folder` up to `root`, and of `root` in its parent.
+
+    Not only of folders that this process made: who made them may have died before its own sync.
+    """
+    while True:
+        _sync_folder(folder)
+        if folder in (root.parent, folder.parent):
+            return
+        folder = folder.parent
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextlib.contextmanager
+def _explained(action: str, path: Path) -> Iterator[None]:
+    """Turn an OSError into one that says what was tried and where."""
+    try:
+        yield
+    except (StorageError, FileNotFoundError):
+        raise
+    except OSError as error:
+        hint = ". Free some space, or save elsewhere" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+        raise StorageError(f"cannot {action} {path}: {error.strerror or error}{hint}", errno=error.errno) from error

@@ -1,0 +1,37 @@
+"""From what the user writes to a store: a path, a `file://` or `memory://` URL, or a store itself."""
+
+import os
+from urllib.parse import unquote, urlsplit
+
+from milepost.errors import InvalidRequest
+from milepost.store.base import Store
+from milepost.store.local import LocalStore
+from milepost.store.memory import MemoryStore
+
+Where = str | os.PathLike[str] | Store
+
+# Memory stores by name, for as long as the process lives: `memory://a` must be the same place in each call.
+_MEMORY: dict[str, MemoryStore] = {}
+
+
+def store_at(where: Where) -> Store:
+    """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known."""
+    if isinstance(where, os.PathLike):
+        return LocalStore(where)
+    if isinstance(where, Store):
+        return where
+    if not where:
+        raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {where!r}")
+    scheme, separator, rest = where.partition("://")
+    if not separator:
+        return LocalStore(where)
+    if scheme == "memory":
+        return _MEMORY.setdefault(rest.strip("/"), MemoryStore(where.rstrip("/")))
+    if scheme == "file":
+        parts = urlsplit(where)
+        if parts.netloc not in ("", "localhost"):
+            raise InvalidRequest(
+                f"{where!r} names the host {parts.netloc!r}; a file URL has three slashes: file:///path"
+            )
+        return LocalStore(unquote(parts.path))
+    raise InvalidRequest(f"{where!r} is not a path, file:// or memory:// URL; pass a Store object for other places")

@@ -1,0 +1,262 @@
+"""Targets: the state that a load writes into, matched with what the checkpoint holds.
+
+Plain containers and modules must hold what the checkpoint holds. For any other stateful object the checkpoint decides:
+it gets exactly the state dict that was saved, built around the tensors that it already has, so that sharded tensors
+stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from milepost.core.box import Box, Shape
+from milepost.core.manifest import Manifest, Tensor
+from milepost.core.plan import read_plan
+from milepost.core.tree import Branch, Flat, Node, Path, Rules, TooDeep, build, flatten, grow, show_path
+from milepost.errors import CheckpointDamaged, InvalidState
+from milepost.place import Placement
+from milepost.report import Found, bits_of
+from milepost.state import PerRank, is_stateful, leaf_kind
+from milepost.tensors import Describer, LocalTensor, materialise, size_bytes, torch_dtype
+from milepost.values import Codec
+
+_BYTES = {"bytes": bytes, "bytearray": bytearray}
+
+
+@dataclass
+class Target:
+    """A state that is being loaded into: its leaves, and for each what will stand there after the load."""
+
+    manifest: Manifest
+    flat: Flat
+    opened: dict[Path, Any]
+    found: Found
+    placements: list[Placement] = field(default_factory=list)
+    results: dict[str, Any] = field(default_factory=dict)
+
+
+class _Slot:
+    """Stands where a value will come."""
+
+
+class Matcher:
+    """Matches one rank's state with a manifest."""
+
+    def __init__(self, manifest: Manifest, codec: Codec, describer: Describer, convert_dtype: bool) -> None:
+        self._manifest, self._codec, self._describer = manifest, codec, describer
+        self._convert_dtype = convert_dtype
+        self._tensors = {t.key: t for t in manifest.tensors}
+        self._values = {v.key for v in manifest.values}
+        self._per_rank = {p.key for p in manifest.per_rank}
+        self._root = grow(manifest.tree)
+        self._missing: list[str] = []
+        self._shapes: dict[str, tuple[Shape, Shape]] = {}
+        self._dtypes: dict[str, tuple[str, str]] = {}
+        self._kinds: dict[str, str] = {}
+        self._read_bytes = 0
+
+    def match(self, state: Any) -> Target:
+        """Take the state apart and compare. Nothing is changed or allocated yet."""
+        opened: dict[Path, Any] = {}
+        if leaf_kind(state) is not None:
+            raise InvalidState(
+                f"a state is a dict, a stateful object, or a list of tensors, not a {type(state).__name__}"
+            )
+        rules = Rules(leaf_kind, self._codec.encode, lambda value, path: self._open(value, path, opened))
+        try:
+            flat = flatten(state, rules)
+        except TooDeep as error:
+            raise InvalidState(str(error)) from None
+        except ValueError as error:
+            raise InvalidState(f"{error}, which cannot be loaded into; use a dict, list or tuple") from None
+        placements = list(self._compare(flat))
+        found = Found(
+            tuple(self._missing),
+            self._shapes,
+            self._dtypes,
+            self._kinds,
+            bits_of(keys_of(self._manifest), set(flat.leaves)),
+            self._read_bytes,
+        )
+        return Target(self._manifest, flat, opened, found, placements)
+
+    def _open(self, value: Any, path: Path, opened: dict[Path, Any]) -> Any:
+        if not is_stateful(value):
+            return None
+        current = value.state_dict()
+        if isinstance(value, torch.nn.Module):
+            opened[path] = current
+            return current
+        branch = _find(self._root, path, self._codec)
+        if branch is None or branch.node.kind in ("tensor", "value", "per_rank"):
+            opened[path] = current
+            return current
+
+        def leaf(node: Node, inner: Path) -> Any:
+            existing = _lookup(current, inner[len(path) :])
+            if node.kind == "tensor":
+                return self._tensor_target(value, existing, self._tensors[node.key], inner[len(path) :])
+            if node.kind == "per_rank":
+                return existing if isinstance(existing, PerRank) else PerRank(None)
+            return _Slot()
+
+        opened[path] = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        return opened[path]
+
+    def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
+        """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
+        if tensor.kind in _BYTES:
+            return _Slot()
+        if leaf_kind(existing) == "tensor" and not isinstance(existing, (bytes, bytearray)):
+            shape = tuple(existing.shape)
+            if shape == tensor.shape:
+                return existing
+        if tensor.kind == "numpy":
+            return np.empty(tensor.shape, dtype=np.dtype(tensor.dtype))
+        dtype = torch_dtype(tensor.dtype)
+        if isinstance(owner, torch.optim.Optimizer):
+            parameter = _parameter(owner, path)
+            if parameter is not None and tuple(parameter.shape) == tensor.shape:
+                return torch.empty_like(parameter.detach(), dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype)
+
+    def _compare(self, flat: Flat) -> Iterator[Placement]:
+        for key, leaf in flat.leaves.items():
+            kind = flat.kinds[key]
+            saved = self._tensors.get(key)
+            if kind == "tensor" and saved is not None and saved.kind not in _BYTES:
+                yield from self._compare_tensor(key, leaf, saved)
+            elif kind == "tensor" and saved is not None and not isinstance(leaf, (bytes, bytearray)):
+                self._kinds[key] = f"saved as {saved.kind} and the target is a tensor"
+            elif key in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
+                self._kinds[key] = "saved as a value and the target is a tensor"
+            elif kind == "value" and saved is not None and saved.kind not in _BYTES:
+                self._kinds[key] = f"saved as a {saved.kind} and the target is a {type(leaf).__name__}"
+            elif (key in self._per_rank) != (kind == "per_rank") and self._knows(key):
+                self._kinds[key] = (
+                    f"saved {'with' if key in self._per_rank else 'without'} PerRank, and the target is the other way"
+                )
+            elif not self._knows(key):
+                self._missing.append(key)
+
+    def _knows(self, key: str) -> bool:
+        return key in self._tensors or key in self._values or key in self._per_rank
+
+    def _compare_tensor(self, key: str, leaf: Any, saved: Tensor) -> Iterator[Placement]:
+        if isinstance(leaf, (bytes, bytearray)):
+            self._kinds[key] = f"saved as a {saved.kind} and the target is {type(leaf).__name__}"
+            return
+        local = self._describer.describe(leaf, key)
+        if local.shape != saved.shape:
+            self._shapes[key] = (saved.shape, local.shape)
+            return
+        if local.dtype != saved.dtype:
+            self._dtypes[key] = (saved.dtype, local.dtype)
+            if not self._convert_dtype:
+                return
+        for placement in placements_for(self._manifest, saved, local):
+            self._read_bytes += size_bytes(saved.dtype, placement.item.box.shape)
+            yield placement
+
+
+def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor) -> Iterator[Placement]:
+    """The reads that fill this rank's parts of a tensor."""
+    for part in local.parts:
+        for item in read_plan(manifest, saved, part.box):
+            yield Placement(item, saved.dtype, part.data[item.box.within(part.box).slices])
+
+
+def keys_of(manifest: Manifest) -> list[str]:
+    """All keys of a checkpoint, in one order."""
+    return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
+
+
+def allocate(target: Target, describer: Describer, device: torch.device | str | None, manifest: Manifest) -> None:
+    """Give memory to targets that have none (meta device) and to long bytes, and plan their reads too."""
+    tensors = {t.key: t for t in manifest.tensors}
+    for key, leaf in target.flat.leaves.items():
+        saved = tensors.get(key)
+        if saved is None:
+            continue
+        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            dtype = str(leaf.dtype).removeprefix("torch.")
+            made = materialise(leaf, dtype, saved.shape, device)
+            target.results[key] = made
+            target.placements = [p for p in target.placements if p.item.key != key]
+            target.placements.extend(placements_for(manifest, saved, describer.describe(made, key)))
+        elif isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+            target.results[key] = fresh = np.empty_like(leaf)
+            target.placements = [p for p in target.placements if p.item.key != key]
+            target.placements.extend(placements_for(manifest, saved, describer.describe(fresh, key)))
+        elif saved.kind in _BYTES:
+            buffer = torch.empty(saved.shape, dtype=torch.uint8)
+            target.results[key] = LongBytes(saved.kind, buffer)
+            target.placements.extend(_whole(manifest, saved, buffer))
+
+
+@dataclass(frozen=True, slots=True)
+class LongBytes:
+    """Bytes that are being read like a tensor."""
+
+    kind: str
+    buffer: torch.Tensor
+
+    def finish(self) -> bytes | bytearray:
+        """The bytes, as the type that was saved."""
+        data: bytes = self.buffer.numpy().tobytes()
+        return data if self.kind == "bytes" else bytearray(data)
+
+
+def _whole(manifest: Manifest, saved: Tensor, buffer: torch.Tensor) -> Iterator[Placement]:
+    for item in read_plan(manifest, saved, Box.whole(saved.shape)):
+        yield Placement(item, saved.dtype, buffer[item.box.slices])
+
+
+def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:
+    """The branch of a saved tree that stands at `path`."""
+    here = root
+    for part in path:
+        following = None
+        for i, child in enumerate(here.children):
+            name = i if here.node.kind in ("list", "tuple") else child.node.name
+            if not here.node.kind.startswith(("list", "tuple", "namedtuple")):
+                name = codec.decode(name, show_path(path))
+            if name == part and type(name) is type(part):
+                following = child
+                break
+        if following is None:
+            return None
+        here = following
+    return here
+
+
+def _lookup(state: Any, path: Path) -> Any:
+    """What stands at `path` in a state dict, or None."""
+    for part in path:
+        try:
+            state = getattr(state, str(part)) if hasattr(state, "_fields") else state[part]
+        except (KeyError, IndexError, TypeError, AttributeError):
+            return None
+    return state
+
+
+def _parameter(optimizer: torch.optim.Optimizer, path: Path) -> torch.Tensor | None:
+    """The parameter that a piece of optimizer state belongs to: state dicts number them through all groups."""
+    if len(path) != 3 or path[0] != "state" or not isinstance(path[1], int):
+        return None
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return parameters[path[1]] if 0 <= path[1] < len(parameters) else None
+
+
+def check_world(manifest: Manifest, key: str, rank: int, world: int) -> None:
+    """Refuse to give a rank another rank's private value."""
+    if manifest.world != world:
+        raise InvalidState(
+            f"{key!r} is rank-private and was saved by {manifest.world} ranks; this job has {world}. Give PerRank a "
+            "`remap(old_values, rank, world)` that says what each new rank gets, or take the key out of the state."
+        )
+    if rank not in {f.rank for f in manifest.files}:
+        raise CheckpointDamaged(f"rank {rank} saved no private values")

@@ -1,0 +1,282 @@
+"""Tensors of every kind as layouts and local pieces: plain, DTensor, ShardedTensor, numpy arrays, long bytes, `Sharded`."""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+from torch.utils import _python_dispatch
+
+from milepost.comm import Comm
+from milepost.core.box import Box, Shape
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh
+from milepost.core.manifest import TensorKind
+from milepost.core.ranks import pack_ranks
+from milepost.errors import InvalidRequest, InvalidState
+
+LONG_BYTES = 64 * 1024
+"""Longer `bytes` go into the shard file like a tensor; shorter ones into the manifest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of the whole tensor, and the memory of this rank that holds it."""
+
+    box: Box
+    data: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class LocalTensor:
+    """What this rank holds of one tensor. `layout` is None for a plain tensor."""
+
+    dtype: str
+    shape: Shape
+    kind: TensorKind
+    layout: Grid | Boxes | None
+    parts: tuple[Part, ...]
+
+
+class Sharded:
+    """A tensor of which this rank holds some boxes, for programs that cut tensors without DTensor.
+
+    `parts` maps the offset of each box in the whole tensor to the tensor that holds it; different ranks give different
+    boxes, and ranks that give the same box hold replicas of it. Together they must cover the tensor exactly once.
+    Loading writes into the same tensors.
+    """
+
+    def __init__(self, shape: Shape, parts: Mapping[Shape, torch.Tensor], dtype: torch.dtype | None = None) -> None:
+        kinds = {part.dtype for part in parts.values()} | ({dtype} if dtype is not None else set())
+        if len(kinds) != 1:
+            raise InvalidRequest(
+                f"the parts of a Sharded tensor have one dtype (pass it where there is no part), not {kinds}"
+            )
+        self.shape = tuple(shape)
+        self.dtype: torch.dtype = kinds.pop()
+        self.layout: Grid | None = None
+        self.parts = tuple(Part(Box(tuple(at), tuple(part.shape)), part) for at, part in parts.items())
+        whole = Box.whole(self.shape)
+        for part in self.parts:
+            if not whole.contains(part.box):
+                raise InvalidRequest(f"box {part.box.text} leaves the tensor of shape {self.shape}")
+
+    @classmethod
+    def on_grid(cls, shape: Shape, local: torch.Tensor, grid: Grid, rank: int) -> "Sharded":
+        """The tensor whose cut is `grid`; `local` is what `rank` holds of it, its pieces side by side."""
+        expected = grid.local_shape(tuple(shape), rank)
+        if expected is not None and tuple(local.shape) != expected:
+            raise InvalidRequest(f"rank {rank} holds {expected} of this grid, not {tuple(local.shape)}")
+        result = cls(shape, {}, local.dtype)
+        result.layout = grid
+        result.parts = _grid_parts(grid, tuple(shape), local, rank)
+        return result
+
+
+def is_tensor(value: Any) -> TypeGuard[Any]:
+    """Whether a leaf goes into the shard files."""
+    if isinstance(value, (torch.Tensor, np.ndarray, Sharded)):
+        return True
+    return isinstance(value, (bytes, bytearray)) and len(value) > LONG_BYTES
+
+
+class Describer:
+    """Turns leaves into `LocalTensor`s for the ranks of one save or load."""
+
+    def __init__(self, comm: Comm, reduce_partial: bool = False) -> None:
+        self._comm, self._reduce_partial = comm, reduce_partial
+        self._meshes: dict[DeviceMesh, Mesh] = {}
+
+    def describe(self, value: Any, key: str) -> LocalTensor:
+        """What this rank holds of `value`. Raises InvalidState, naming the key, for tensors that cannot be saved."""
+        if isinstance(value, DTensor):
+            return self._dtensor(value, key)
+        if isinstance(value, Sharded):
+            layout = value.layout or Boxes(tuple(Held(p.box, str(self._comm.rank)) for p in value.parts))
+            return LocalTensor(dtype_name(value.dtype, key), value.shape, "tensor", layout, value.parts)
+        if isinstance(value, torch.Tensor):
+            if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+                return self._sharded_tensor(value, key)
+            return _plain(check_plain(value, key), "tensor", key)
+        if isinstance(value, np.ndarray):
+            return _plain(from_numpy(value, key), "numpy", key)
+        kind: TensorKind = "bytes" if isinstance(value, bytes) else "bytearray"
+        return _plain(torch.frombuffer(bytearray(value), dtype=torch.uint8), kind, key)
+
+    def _dtensor(self, value: DTensor, key: str) -> LocalTensor:
+        if any(isinstance(p, Partial) for p in value.placements):
+            if not self._reduce_partial:
+                raise InvalidState(
+                    f"{key!r} is a DTensor with the placements {value.placements}: its ranks hold terms of a sum, not "
+                    "values. Reduce it first (redistribute), or pass reduce_partial=True."
+                )
+            whole = [Replicate() if isinstance(p, Partial) else p for p in value.placements]
+            value = value.redistribute(placements=whole)
+        shape = tuple(value.shape)
+        local = _local(value)
+        grid = Grid(self._mesh(value.device_mesh, key), tuple(_cut(p, key) for p in value.placements))
+        grid.check(shape)
+        expected = grid.local_shape(shape, self._comm.rank)
+        if expected is not None and tuple(local.shape) != expected:
+            raise InvalidState(
+                f"{key!r} has the local shape {tuple(local.shape)}, but {value.placements} of {shape} on a mesh of "
+                f"{tuple(value.device_mesh.shape)} gives {expected} on rank {self._comm.rank}"
+            )
+        parts = _grid_parts(grid, shape, check_plain(local, key), self._comm.rank)
+        return LocalTensor(dtype_name(value.dtype, key), shape, "tensor", grid, parts)
+
+    def _mesh(self, mesh: DeviceMesh, key: str) -> Mesh:
+        if mesh not in self._meshes:
+            ranks = [self._comm.index_of(int(rank)) for rank in mesh.mesh.flatten().tolist()]
+            if any(rank is None for rank in ranks):
+                raise InvalidState(f"{key!r} lives on ranks that do not take part in this call: {mesh}")
+            self._meshes[mesh] = Mesh.of(tuple(mesh.mesh.shape), tuple(r for r in ranks if r is not None))
+        return self._meshes[mesh]
+
+    def _sharded_tensor(self, value: Any, key: str) -> LocalTensor:
+        """FSDP1's ShardedTensor: its metadata lists every box and the rank that holds it."""
+        held = []
+        for shard in value.metadata().shards_metadata:
+            rank = self._comm.index_of(shard.placement.rank())
+            if rank is None:
+                raise InvalidState(f"{key!r} has a shard on rank {shard.placement.rank()}, which does not take part")
+            held.append(Held(Box(tuple(shard.shard_offsets), tuple(shard.shard_sizes)), str(rank)))
+        parts = tuple(
+            Part(Box(tuple(s.metadata.shard_offsets), tuple(s.metadata.shard_sizes)), check_plain(s.tensor, key))
+            for s in value.local_shards()
+        )
+        return LocalTensor(dtype_name(value.dtype, key), tuple(value.size()), "tensor", Boxes(tuple(held)), parts)
+
+
+def _local(value: DTensor) -> torch.Tensor:
+    """The local part, without its graph, once a collective that makes it has ended."""
+    with torch.no_grad():
+        local: torch.Tensor = value.to_local()
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def _plain(data: torch.Tensor, kind: TensorKind, key: str) -> LocalTensor:
+    shape = tuple(data.shape)
+    return LocalTensor(dtype_name(data.dtype, key), shape, kind, None, (Part(Box.whole(shape), data),))
+
+
+def _grid_parts(grid: Grid, shape: Shape, local: torch.Tensor, rank: int) -> tuple[Part, ...]:
+    parts = []
+    for piece in grid.pieces(shape, rank):
+        window = tuple(slice(at, at + n) for at, n in zip(piece.at, piece.box.shape, strict=True))
+        parts.append(Part(piece.box, local[window]))
+    return tuple(parts)
+
+
+def _cut(placement: Placement, key: str) -> Cut | None:
+    if isinstance(placement, Replicate):
+        return None
+    # The strided shard is private in torch and not a Shard in every version; what it has is a dim and a factor.
+    dim, stride = getattr(placement, "dim", None), getattr(placement, "split_factor", 1)
+    if dim is None or not (isinstance(placement, Shard) or hasattr(placement, "split_factor")):
+        raise InvalidState(f"{key!r} has the placement {placement}, which Milepost does not know")
+    return Cut(int(dim), int(stride))
+
+
+def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
+    """The tensor without its graph. Raises InvalidState for sparse, nested, quantized and wrapped tensors."""
+    value = value.detach()
+    what = None
+    if value.layout is not torch.strided:
+        what = f"has the layout {value.layout}; save its indices and values"
+    elif value.is_quantized:
+        what = "is quantized; save its int_repr() and its scales"
+    elif value.is_nested:
+        what = "is nested; save its values and offsets"
+    elif _is_wrapper(value):
+        what = f"is a {type(value).__name__}, a tensor made of other tensors; save those"
+    if what:
+        raise InvalidState(f"{key!r} {what}.")
+    return value
+
+
+def _is_wrapper(value: object) -> bool:
+    return bool(_python_dispatch.is_traceable_wrapper_subclass(value))
+
+
+def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
+    """The array as a tensor; they share memory where torch allows it."""
+    if value.dtype.name not in DTYPES or not value.dtype.isnative:
+        raise InvalidState(f"{key!r} is a numpy array of {value.dtype}, which cannot be saved; convert it first")
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()
+    return torch.from_numpy(value)
+
+
+def dtype_name(dtype: torch.dtype, key: str) -> str:
+    """Torch's name of a dtype. Raises InvalidState for dtypes that cannot be saved."""
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved")
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype of this name. Raises InvalidState where this torch does not have it."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise InvalidState(f"this version of torch ({torch.__version__}) has no dtype {name!r}")
+    return found
+
+
+def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
+    """The memory that holds `box`, which lies inside one of this rank's parts."""
+    for part in local.parts:
+        if part.box.contains(box):
+            return part.data[box.within(part.box).slices]
+    raise AssertionError(f"box {box.text} is not held by this rank")
+
+
+def bytes_of(data: torch.Tensor, at_once_bytes: int) -> Iterator[memoryview]:
+    """The tensor's bytes in row-major order, in views of at most `at_once_bytes`; copies only what is not contiguous on the CPU."""
+    if data.numel() == 0:
+        return
+    if data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        flat = _raw(data)
+        for start in range(0, len(flat), at_once_bytes):
+            yield flat[start : start + at_once_bytes]
+        return
+    for slab in Box.whole(tuple(data.shape)).slabs(max(at_once_bytes // data.element_size(), 1)):
+        piece = data[slab.slices].resolve_conj().resolve_neg().to("cpu").contiguous()
+        yield _raw(piece)
+
+
+def _raw(data: torch.Tensor) -> memoryview:
+    array: Any = data.reshape(-1).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def size_bytes(dtype: str, shape: Shape) -> int:
+    """How many bytes a tensor takes."""
+    return math.prod(shape) * DTYPES[dtype].size_bytes
+
+
+def replica_ranks(ranks: tuple[int, ...]) -> str:
+    """A name for a set of ranks that hold the same."""
+    return pack_ranks(sorted(ranks))
+
+
+def materialise(value: Any, dtype: str, shape: Shape, device: torch.device | str | None) -> Any:
+    """New memory for a target that has none (on the meta device), cut like the target. Its contents are not set."""
+    kind = torch_dtype(dtype)
+    if isinstance(value, DTensor):
+        where = device or torch.device(value.device_mesh.device_type)
+        local = torch.empty_like(_local(value), dtype=kind, device=where)
+        made: torch.Tensor = DTensor.from_local(
+            local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
+        )
+    else:
+        made = torch.empty(shape, dtype=kind, device=device or "cpu")
+    if isinstance(value, torch.nn.Parameter):
+        return torch.nn.Parameter(made, requires_grad=value.requires_grad)
+    return made
