@@ -94,7 +94,7 @@ class VerifiedFile:
         self._wanted = merged
 
     def data(self, start: int, stop: int) -> memoryview:
-        """Bytes start..stop of the data, verified. Raises CheckpointDamaged, naming file and entries. Valid until the next call."""
+        """Bytes start..stop of the data, verified; valid until the next call. Raises CheckpointDamaged, naming entries."""
         low, high = (
             start // self._block * self._block,
             min(-(-stop // self._block) * self._block, self.header.data_bytes),

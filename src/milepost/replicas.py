@@ -49,7 +49,7 @@ class ReplicaCheck:
         }
 
     def _groups(self, tensor: Tensor) -> list[tuple[str, int | None]]:
-        """The groups of two or more ranks that share this rank's pieces of a tensor; the index names a piece of an explicit list."""
+        """The groups of ranks that share this rank's pieces of a tensor; the index names a piece of an explicit list."""
         layout = self.layouts[tensor.layout]
         if isinstance(layout, Boxes):
             pieces = [part.box for part in self.local[tensor.key].parts]

@@ -233,7 +233,7 @@ def _refuse_problems(merged: Merged, options: SaveOptions, rank: int) -> None:
 
 def _entries(tensors: tuple[Tensor, ...], layouts: tuple[Layout, ...], rank: int, described: Described) -> list[Entry]:
     """The plan of this rank, with the memory behind each item."""
-    entries = []
+    entries: list[Entry] = []
     for tensor in tensors:
         local = described.tensors.get(tensor.key)
         if local is None:

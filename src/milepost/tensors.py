@@ -238,7 +238,7 @@ def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
 
 
 def bytes_of(data: torch.Tensor, at_once_bytes: int) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, in views of at most `at_once_bytes`; copies only what is not contiguous on the CPU."""
+    """The tensor's bytes in row-major order, at most `at_once_bytes` at a time; copied only if not contiguous on the CPU."""
     if data.numel() == 0:
         return
     if data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg():

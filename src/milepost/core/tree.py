@@ -193,11 +193,12 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
         fields = [str(child.node.name) for child in branch.children]
         values = [build(c, decode, leaf, (*path, f)) for c, f in zip(branch.children, fields, strict=True)]
         return make_namedtuple(detail, fields)._make(values)
-    result: dict[Any, Any]
-    if kind == "defaultdict":
-        result = defaultdict(FACTORIES[detail])
-    else:
-        result = {"dict": dict, "OrderedDict": OrderedDict}[kind]()
+    empty: dict[str, Callable[[], dict[Any, Any]]] = {
+        "dict": dict,
+        "OrderedDict": OrderedDict,
+        "defaultdict": lambda: defaultdict(FACTORIES[detail]),
+    }
+    result = empty[kind]()
     for child in branch.children:
         key = decode(child.node.name)
         result[key] = build(child, decode, leaf, (*path, key))
