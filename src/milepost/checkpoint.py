@@ -87,15 +87,14 @@ class LazyTensor:
         return self._read(Box.whole(self.shape))
 
     def _read(self, box: Box) -> "torch.Tensor":
-        # Torch is imported here and not above: listing a checkpoint must not wait for it.
-        import torch  # noqa: PLC0415
-
+        # These import torch: listing a checkpoint must not wait for it.
         from milepost.place import Placement, place_all  # noqa: PLC0415
+        from milepost.tensors import new_tensor  # noqa: PLC0415
 
         items = list(read_plan(self._files.manifest, self._record, box))
         for item in items:
             self._files.of(item.rank)  # before memory is taken: a file that is not there, or too short, says so now
-        result = torch.empty(box.shape, dtype=getattr(torch, self.dtype))
+        result = new_tensor(self.dtype, box.shape)
         place_all(self._files, (Placement(i, self.dtype, result[i.box.within(box).slices]) for i in items))
         return result
 

@@ -16,7 +16,7 @@ from milepost.core.tree import Node, Path, build, grow
 from milepost.errors import CheckpointDamaged
 from milepost.place import Placement, place_all
 from milepost.read import Files
-from milepost.tensors import torch_dtype
+from milepost.tensors import new_tensor
 from milepost.values import Codec
 
 
@@ -47,7 +47,7 @@ def _read_tensor(files: Files, rank: int, tensor: Tensor) -> Any:
     entry = files.of(rank).header.entries.get(name)
     if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
         raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
-    data = torch.empty(tensor.shape, dtype=torch_dtype(tensor.dtype))
+    data = new_tensor(tensor.dtype, tensor.shape)
     if box.elements:
         place_all(files, [Placement(ReadItem(tensor.key, rank, name, box, box), tensor.dtype, data)])
     return as_saved(data, tensor)

@@ -119,8 +119,9 @@ def save_state(state: Any, store: Store, comm: Comm, options: SaveOptions) -> Re
 
     try:
         together(comm, f"{where}: committing", commit)
-    except SaveConflict:
-        _discard(store, hello.save_id, comm.rank)
+    except CheckpointError as error:
+        if _failed_for_sure(error, store, hello, comm):
+            _discard(store, hello.save_id, comm.rank)
         raise
     if comm.rank == _LEAD:
         sweep(store, manifest)
@@ -255,6 +256,15 @@ def _write(store: Store, hello: _Hello, rank: int, entries: list[Entry]) -> Writ
         if isinstance(error, CheckpointError):
             raise
         raise StorageError(f"cannot write to {store.url}: {error}", errno=error.errno) from error
+
+
+def _failed_for_sure(error: CheckpointError, store: Store, hello: _Hello, comm: Comm) -> bool:
+    """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
+    if isinstance(error, SaveConflict):
+        return True
+    if comm.size > 1 and _LEAD not in error.failures:
+        return False  # the lead did not answer; it may still commit
+    return hello.generation not in generations(store)
 
 
 def _discard(store: Store, save_id: str, rank: int) -> None:

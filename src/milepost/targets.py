@@ -20,7 +20,7 @@ from milepost.errors import CheckpointDamaged, InvalidState
 from milepost.place import Placement
 from milepost.report import Found, bits_of
 from milepost.state import PerRank, is_stateful, leaf_kind
-from milepost.tensors import Describer, LocalTensor, materialise, size_bytes, torch_dtype
+from milepost.tensors import Describer, LocalTensor, materialise, new_tensor, size_bytes, torch_dtype
 from milepost.values import Codec
 
 _BYTES = {"bytes": bytes, "bytearray": bytearray}
@@ -116,12 +116,11 @@ class Matcher:
                 return existing
         if tensor.kind == "numpy":
             return np.empty(tensor.shape, dtype=np.dtype(tensor.dtype))
-        dtype = torch_dtype(tensor.dtype)
         if isinstance(owner, torch.optim.Optimizer):
             parameter = _parameter(owner, path)
             if parameter is not None and tuple(parameter.shape) == tensor.shape:
-                return torch.empty_like(parameter.detach(), dtype=dtype)
-        return torch.empty(tensor.shape, dtype=dtype)
+                return torch.empty_like(parameter.detach(), dtype=torch_dtype(tensor.dtype))
+        return new_tensor(tensor.dtype, tensor.shape)
 
     def _compare(self, flat: Flat) -> Iterator[Placement]:
         for key, leaf in flat.leaves.items():

@@ -229,6 +229,12 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
+    """New memory on the CPU, not set to anything."""
+    # By way of bytes: asking for complex32 directly makes torch warn.
+    return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
+
+
 def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
     """The memory that holds `box`, which lies inside one of this rank's parts."""
     for part in local.parts:

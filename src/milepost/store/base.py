@@ -44,7 +44,10 @@ class Store(Protocol):
         """Where this is, for messages."""
 
     def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken.
+
+        When it raises anything else, the name may or may not exist, but that does not change any more.
+        """
 
     def writer(self, name: str) -> Writer:
         """Start a new object. Raises AlreadyExists if the name is taken."""
