@@ -78,8 +78,9 @@ class BoardComm:
         number = self._board.count(f"count/{self._rank}")
         self._pin(number, phase, payload)
         if self._rank == _LEAD:
-            # Nobody else collects: say at once what is known, so that the others need not wait for the deadline.
-            self._conclude(number, Note(phase, payloads=(_pack(phase, payload),), missing=()))
+            # Nobody else collects: pin at once what is known, so that the others need not wait for the deadline.
+            note = Note(phase, payloads=(_pack(phase, payload),))
+            self._board.pin(f"{number}/all", msgspec.msgpack.encode(note))
 
     def exchange(self, phase: str, payload: bytes) -> list[bytes]:
         """Give every rank the payloads of all. Raises RanksMissing, naming ranks and phase, when the deadline passes."""
@@ -138,7 +139,7 @@ class BoardComm:
             self._board.remove(f"{number}/{rank}")
 
     def _await(self, number: int, phase: str) -> Note:
-        waited = self._timeout_s + _GRACE_S
+        waited = self._timeout_s + min(_GRACE_S, self._timeout_s)
         found = self._board.read(f"{number}/all", waited)
         if found is not None:
             return msgspec.msgpack.decode(found, type=Note)

@@ -94,8 +94,7 @@ class LocalStore:
 
     def list(self, prefix: str) -> Iterator[str]:
         """The names that start with `prefix`; folders that cannot match are not opened, links are not followed."""
-        folder = prefix.rpartition("/")[0]
-        pending = [folder]
+        pending = [""]
         while pending:
             here = pending.pop()
             try:

@@ -1,0 +1,170 @@
+"""Every store passes the same contract."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+import milepost
+from milepost.store import LocalStore, MemoryStore, store_at
+from milepost.store.local import LocalWriter
+from milepost.testing import CountingStore
+
+
+@pytest.fixture(params=["local", "memory", "counting"])
+def store(request, tmp_path):
+    if request.param == "local":
+        return LocalStore(tmp_path / "new" / "folder")
+    if request.param == "memory":
+        return MemoryStore()
+    return CountingStore(LocalStore(tmp_path / "counted"))
+
+
+def read(store, name):
+    reader = store.reader(name)
+    buffer = bytearray(reader.size_bytes)
+    reader.read_into(0, memoryview(buffer))
+    reader.close()
+    return bytes(buffer)
+
+
+def write(store, name, *pieces):
+    writer = store.writer(name)
+    for piece in pieces:
+        writer.write(piece)
+    writer.commit()
+
+
+def test_what_was_created_or_written_is_read_back(store):
+    store.create("small", b"abc")
+    write(store, "data/x/large", b"one", memoryview(b"two"), b"")
+    assert read(store, "small") == b"abc"
+    assert read(store, "data/x/large") == b"onetwo"
+    reader = store.reader("data/x/large")
+    buffer = bytearray(2)
+    reader.read_into(2, memoryview(buffer))
+    assert buffer == b"et"
+    with pytest.raises(milepost.StorageError, match="ends before"):
+        reader.read_into(5, memoryview(bytearray(2)))
+    reader.close()
+
+
+def test_a_name_is_created_only_once(store):
+    store.create("name", b"first")
+    with pytest.raises(milepost.AlreadyExists, match="name"):
+        store.create("name", b"second")
+    with pytest.raises(milepost.AlreadyExists):
+        store.writer("name")
+    assert read(store, "name") == b"first"
+
+
+def test_of_many_creators_at_once_one_wins(store):
+    wins, start = [], threading.Barrier(8)
+
+    def race(i):
+        start.wait()
+        try:
+            store.create("prize", str(i).encode() * 1000)
+            wins.append(i)
+        except milepost.AlreadyExists:
+            pass
+
+    threads = [threading.Thread(target=race, args=(i,)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(wins) == 1
+    assert read(store, "prize") == str(wins[0]).encode() * 1000
+    assert list(store.list("")) == ["prize"], "the losers leave nothing"
+
+
+def test_an_aborted_object_leaves_nothing(store):
+    writer = store.writer("gone/away")
+    writer.write(b"x" * 100)
+    writer.abort()
+    assert list(store.list("")) == []
+    with pytest.raises(FileNotFoundError):
+        store.reader("gone/away")
+
+
+def test_listing_is_by_prefix_and_deleting_is_idempotent(store):
+    for name in ["a", "ab", "b/c", "b/d/e", "bc"]:
+        store.create(name, b"")
+    assert sorted(store.list("")) == ["a", "ab", "b/c", "b/d/e", "bc"]
+    assert sorted(store.list("a")) == ["a", "ab"]
+    assert sorted(store.list("b/")) == ["b/c", "b/d/e"]
+    assert list(store.list("b/d/e")) == ["b/d/e"]
+    assert list(store.list("nothing/here")) == []
+    store.delete("b/d/e")
+    store.delete("b/d/e")
+    assert sorted(store.list("b")) == ["b/c", "bc"]
+
+
+@pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", ".", "a\\b", "a\0b"])
+def test_names_that_could_lead_out_are_refused(store, name):
+    for call in (store.reader, store.writer, lambda n: store.create(n, b"")):
+        with pytest.raises(milepost.UnsafeCheckpoint):
+            call(name)
+
+
+def test_local_links_pipes_and_folders_are_not_opened(tmp_path):
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"secret")
+    root = tmp_path / "root"
+    root.mkdir()
+    (root / "link").symlink_to(outside / "secret")
+    (root / "folder").symlink_to(outside)
+    os.mkfifo(root / "pipe")
+    (root / "real").mkdir()
+    store = LocalStore(root)
+    for name in ["link", "folder/secret", "pipe", "real"]:
+        with pytest.raises(milepost.UnsafeCheckpoint, match=r"link|regular"):
+            store.reader(name)
+    assert list(store.list("folder/")) == []
+
+
+def test_the_checkpoints_own_folder_may_be_reached_through_a_link(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "alias").symlink_to(tmp_path / "real")
+    LocalStore(tmp_path / "alias").create("a", b"1")
+    assert read(LocalStore(tmp_path / "real"), "a") == b"1"
+
+
+def test_without_hard_links_a_claim_and_a_rename_do(tmp_path, monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = LocalStore(tmp_path)
+    store.create("name", b"whole")
+    with pytest.raises(milepost.AlreadyExists):
+        store.create("name", b"other")
+    assert read(store, "name") == b"whole"
+    assert list(store.list("")) == ["name"]
+
+
+def test_a_full_disk_and_missing_rights_say_what_and_where(tmp_path):
+    full = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), tmp_path)
+    with pytest.raises(
+        milepost.StorageError, match=r"cannot write /dev/full: No space left .* Free some space"
+    ) as caught:
+        full.write(b"x")
+    assert caught.value.errno == 28
+    assert isinstance(caught.value, OSError)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(milepost.StorageError, match=r"cannot create .*file/x"):
+        LocalStore(tmp_path / "file").create("x", b"")
+
+
+def test_places_are_paths_urls_or_stores(tmp_path):
+    assert store_at(tmp_path).url == str(tmp_path)
+    assert store_at(f"file://{tmp_path}").url == str(tmp_path)
+    assert store_at("memory://contract/a") is store_at("memory://contract/a")
+    store = MemoryStore()
+    assert store_at(store) is store
+    for bad in ["", "s3://bucket/x", "file://host/x"]:
+        with pytest.raises(milepost.InvalidRequest):
+            store_at(bad)

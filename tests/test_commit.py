@@ -1,0 +1,183 @@
+"""Atomic: whatever dies, at any call, a reader sees the old checkpoint or the new one, whole."""
+
+import threading
+
+import pytest
+import torch
+
+import milepost
+from milepost.commit import sweep
+from milepost.core.manifest import seal
+from milepost.store import LocalStore
+from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
+
+
+def state(number):
+    return {"a": torch.full((3, 5), float(number)), "b": {"c": torch.full((7,), number)}, "n": number}
+
+
+def read(store):
+    with milepost.open(store) as checkpoint:
+        found = checkpoint.state()
+        assert checkpoint.verify().ok
+    assert (found["a"] == found["n"]).all()
+    assert (found["b"]["c"] == found["n"]).all()
+    return found["n"]
+
+
+@pytest.mark.parametrize("kind", ["memory", "local"])
+@pytest.mark.parametrize("earlier", [0, 1])
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_around_any_store_call_leaves_old_or_new(tmp_path, kind, earlier, after):
+    def fresh(number):
+        store = milepost.MemoryStore() if kind == "memory" else LocalStore(tmp_path / f"{number}")
+        if earlier:
+            milepost.save(state(1), store)
+        return store
+
+    counting = CountingStore(fresh("count"))
+    milepost.save(state(2), counting)
+    assert counting.calls >= 6
+    seen = set()
+    for at in range(1, counting.calls + 1):
+        inner = fresh(at)
+        with pytest.raises(Crash):
+            milepost.save(state(2), CrashingStore(inner, at, after=after))
+        try:
+            seen.add(read(inner))
+        except milepost.CheckpointNotFound:
+            assert not earlier
+            seen.add(0)
+        milepost.save(state(3), inner)
+        assert read(inner) == 3
+        leftovers = [name for name in inner.list("data/") if milepost.open(inner).manifest.save_id not in name]
+        assert leftovers == [], "the next save sweeps what the dead one left"
+        assert len(list(inner.list("manifest-"))) == 1
+    assert seen == {earlier, 2}, "both outcomes were met"
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_a_crash_of_one_of_three_ranks_around_any_call_leaves_old_or_new(after):
+    seen = set()
+    for victim in range(3):
+        at = 1
+        while True:
+            inner = milepost.MemoryStore()
+            milepost.save(state(1), inner)
+            crashing = CrashingStore(inner, at, after=after)
+
+            def work(comm, crashing=crashing, inner=inner, victim=victim):
+                cut = {"s": milepost.Sharded((3,), {(comm.rank,): torch.ones(1)}), **state(2)}
+                place = crashing if comm.rank == victim else inner
+                try:
+                    milepost.save(cut, place, process_group=comm)
+                except (Crash, milepost.CheckpointError) as error:
+                    return type(error).__name__
+                return "saved"
+
+            results = run_ranks(3, work, timeout_s=30)
+            seen.add(read(inner))
+            if results[victim] == "saved":
+                break
+            assert results[victim] == "Crash"
+            at += 1
+        assert at > 3
+    assert seen == {1, 2}
+
+
+def test_of_racing_savers_one_wins_each_round_and_the_others_are_told(tmp_path):
+    for round_number in range(5):
+        store = LocalStore(tmp_path)
+        outcomes, start = {}, threading.Barrier(6)
+
+        def race(i, store=store, outcomes=outcomes, start=start, base=round_number * 10):
+            start.wait()
+            try:
+                outcomes[i] = milepost.save(state(base + i), store).generation
+            except milepost.SaveConflict as error:
+                outcomes[i] = str(error)
+
+        threads = [threading.Thread(target=race, args=(i,)) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        winners = {i: g for i, g in outcomes.items() if isinstance(g, int)}
+        assert len(set(winners.values())) == len(winners), "no generation is committed twice"
+        newest = max(winners, key=winners.get)
+        assert read(store) == round_number * 10 + newest
+        assert all("another job committed" in o for o in outcomes.values() if isinstance(o, str))
+
+
+def test_a_save_under_way_is_not_disturbed_by_the_sweep_of_another(tmp_path):
+    """The slow saver aims at the generation after the quick one's: its unfinished data must survive the quick one's sweep."""
+    store = LocalStore(tmp_path)
+    milepost.save(state(1), store)
+
+    class Slow(CountingStore):
+        def before(self, number, call):
+            if call.startswith("create manifest-00000003"):
+                # Everything is written and aims at 3. Whoever sweeps generation 2 now must leave it alone.
+                sweep(store, milepost.open(store).manifest)
+
+    milepost.save(state(2), store)
+    milepost.save(state(3), Slow(store))
+    assert read(store) == 3
+
+
+def test_overwrite_false_refuses_and_leaves_the_old_one(tmp_path):
+    milepost.save(state(1), tmp_path, overwrite=False)
+    with pytest.raises(milepost.InvalidRequest, match="overwrite=True"):
+        milepost.save(state(2), tmp_path, overwrite=False)
+    assert read(tmp_path) == 1
+    assert milepost.save(state(2), tmp_path).generation == 2
+
+
+def test_leftovers_are_not_a_checkpoint(tmp_path):
+    (tmp_path / "data" / "00000001-0123456789abcdef").mkdir(parents=True)
+    (tmp_path / "data" / "00000001-0123456789abcdef" / "00000.safetensors").write_bytes(b"x")
+    with pytest.raises(milepost.CheckpointNotFound, match="never finished"):
+        milepost.open(tmp_path)
+    with pytest.raises(milepost.CheckpointNotFound, match="Nothing was saved here"):
+        milepost.open(tmp_path / "empty")
+    (tmp_path / "manifest-00000001.json").write_bytes(b"")
+    with pytest.raises(milepost.CheckpointDamaged, match="empty"):
+        milepost.open(tmp_path)
+    milepost.save(state(2), tmp_path)
+    assert read(tmp_path) == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "manifest-00000002.json"]
+
+
+def test_a_renamed_manifest_is_damage(tmp_path):
+    milepost.save(state(1), tmp_path)
+    (tmp_path / "manifest-00000001.json").rename(tmp_path / "manifest-00000007.json")
+    with pytest.raises(milepost.CheckpointDamaged, match="was it renamed"):
+        milepost.open(tmp_path)
+
+
+def test_what_no_reader_would_accept_is_not_committed(tmp_path):
+    milepost.save(state(1), tmp_path)
+    manifest = milepost.open(tmp_path).manifest
+    with pytest.raises(ValueError, match="files"):
+        seal(type(manifest)(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": ()}))
+
+
+def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):
+    milepost.save(state(0), tmp_path)
+    done = threading.Event()
+
+    def keep_saving():
+        for number in range(1, 60):
+            milepost.save(state(number), tmp_path)
+        done.set()
+
+    saver = threading.Thread(target=keep_saving)
+    saver.start()
+    opened, last = 0, -1
+    while not done.is_set():
+        with milepost.open(tmp_path) as checkpoint:
+            number = checkpoint["n"]
+        assert number >= last
+        opened, last = opened + 1, number
+    saver.join()
+    assert opened > 20
