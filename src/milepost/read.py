@@ -19,6 +19,8 @@ from milepost.store import Reader, Store
 
 WINDOW_BYTES = 16 * MIB
 """The most that is read at a time."""
+MAX_OPEN = 64
+"""How many files stay open at once: a checkpoint of a large job has more than a process may open."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +163,7 @@ def _data_bytes(rest_bytes: int, block: int) -> int:
 
 
 class Files:
-    """The shard files of one checkpoint, opened when they are first needed."""
+    """The shard files of one checkpoint, opened when they are first needed; at most `MAX_OPEN` stay open."""
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self.manifest = store, manifest
@@ -173,6 +175,8 @@ class Files:
         if rank not in self._open:
             if rank not in self._records:
                 raise CheckpointDamaged(f"{self._store.url}: the manifest names data of rank {rank}, but no file of it")
+            if len(self._open) >= MAX_OPEN:
+                self._open.pop(next(iter(self._open))).close()
             self._open[rank] = VerifiedFile(self._store, self.manifest, self._records[rank])
         return self._open[rank]
 

@@ -206,7 +206,7 @@ def _is_wrapper(value: object) -> bool:
 
 def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
     """The array as a tensor; they share memory where torch allows it."""
-    if value.dtype.name not in DTYPES or not value.dtype.isnative:
+    if value.dtype.name not in DTYPES or not value.dtype.isnative or value.dtype.isbuiltin != 1:
         raise InvalidState(f"{key!r} is a numpy array of {value.dtype}, which cannot be saved; convert it first")
     if not value.flags.writeable or any(stride < 0 for stride in value.strides):
         value = value.copy()

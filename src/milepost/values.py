@@ -64,7 +64,7 @@ class Codec:
                 for f in dataclasses.fields(value)
             ]
             return {"dataclass": [kind.__qualname__, fields]}
-        if isinstance(value, np.generic) and value.dtype.name in DTYPES:
+        if isinstance(value, np.generic) and value.dtype.name in DTYPES and value.dtype.isbuiltin == 1:
             return {"numpy": [value.dtype.name, _text(value.tobytes())]}
         spelled = _encode_torch(value)
         if spelled is not None:

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from milepost.comm.base import Comm, Solo
 from milepost.comm.board import BoardComm
-from milepost.errors import RanksMissing
+from milepost.errors import InvalidRequest, RanksMissing
 
 _LOOK_EVERY_S = 0.5
 
@@ -70,6 +70,8 @@ def ranks_of(group: Any, timeout_s: float) -> Comm:
     if group is None and not (dist.is_available() and dist.is_initialized()):
         return Solo()
     group = dist.group.WORLD if group is None else group
+    if dist.get_rank(group) < 0:
+        raise InvalidRequest("this rank is not in the process group; only its members make the call")
     members = dist.get_process_group_ranks(group)
     if len(members) == 1:
         return _Alone(members[0])
