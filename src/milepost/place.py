@@ -82,16 +82,16 @@ def _fitting(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
 
 def _place(file: VerifiedFile, step: _Step) -> None:
     item = step.placement.item
-    data = file.data(step.start, step.stop)
-    source = _as_tensor(data, step.placement.dtype).as_strided(step.box.shape, strides_of(item.source.shape))
-    whole = item.box.within(item.source)
-    step.placement.target[step.box.within(whole).slices].copy_(source)
+    target = step.placement.target[step.box.within(item.box.within(item.source)).slices]
+    flat = _as_tensor(file.data(step.start, step.stop), step.placement.dtype, target.device)
+    target.copy_(flat.as_strided(step.box.shape, strides_of(item.source.shape)))
 
 
-def _as_tensor(data: memoryview, dtype: str) -> torch.Tensor:
+def _as_tensor(data: memoryview, dtype: str, device: torch.device) -> torch.Tensor:
     """The bytes as a flat tensor of `dtype`; copied only where they are not aligned for it."""
-    kind = torch_dtype(dtype)
     flat = torch.frombuffer(data, dtype=torch.uint8)
+    if dtype == "complex32":
+        flat = flat.to(device)  # as bytes: torch warns when it makes a complex32 tensor
     if flat.data_ptr() % DTYPES[dtype].size_bytes:
         flat = flat.clone()
-    return flat.view(kind)
+    return flat.view(torch_dtype(dtype))

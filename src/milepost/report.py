@@ -54,7 +54,8 @@ class Report:
         head = f"{self.url}: " + ("everything fits" if self.fits() else "the state does not fit")
         most = f", at most {max(self.read_bytes):,} on one" if len(self.read_bytes) > 1 else ""
         lines = [head, *self.problems(False, False, False)]
-        lines.append(f"{len(self.read_bytes)} ranks would read {read:,} bytes{most}")
+        ranks = f"{len(self.read_bytes)} rank" + ("s" if len(self.read_bytes) != 1 else "")
+        lines.append(f"{ranks} would read {read:,} bytes{most}")
         return "\n".join(lines)
 
     def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: bool) -> list[str]:

@@ -253,12 +253,12 @@ def bytes_of(data: torch.Tensor, at_once_bytes: int) -> Iterator[memoryview]:
             yield flat[start : start + at_once_bytes]
         return
     for slab in Box.whole(tuple(data.shape)).slabs(max(at_once_bytes // data.element_size(), 1)):
-        piece = data[slab.slices].resolve_conj().resolve_neg().to("cpu").contiguous()
-        yield _raw(piece)
+        yield _raw(data[slab.slices].resolve_conj().resolve_neg().contiguous())
 
 
 def _raw(data: torch.Tensor) -> memoryview:
-    array: Any = data.reshape(-1).view(torch.uint8).numpy()
+    # As bytes before they travel: torch warns when it makes a complex32 tensor.
+    array: Any = data.reshape(-1).view(torch.uint8).to("cpu").numpy()
     return memoryview(array)
 
 
