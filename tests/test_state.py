@@ -211,6 +211,19 @@ def test_modules_optimizers_schedulers_and_own_stateful_objects_are_passed_as_th
     assert new["optimizer"].state_dict()["state"] == {}, "a checkpoint from before the first step resets the optimizer"
 
 
+def test_optimizer_state_of_another_shape_is_reported(tmp_path):
+    def job(width):
+        model = nn.Linear(width, 2)
+        optimizer = torch.optim.Adam(model.parameters())
+        model(torch.ones(1, width)).sum().backward()
+        optimizer.step()
+        return optimizer
+
+    milepost.save({"optim": job(3)}, tmp_path)
+    with pytest.raises(milepost.StateMismatch, match=r"'optim\.state\.0\.exp_avg': saved as \(2, 3\) .* is \(2, 4\)"):
+        milepost.load({"optim": job(4)}, tmp_path)
+
+
 def test_a_module_on_the_meta_device_gets_memory_where_asked(tmp_path):
     model = nn.Linear(3, 2)
     milepost.save({"m": model, "t": torch.ones(2)}, tmp_path)

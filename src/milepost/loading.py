@@ -46,16 +46,16 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         problems = "\n".join(report.problems(*permissions))
         raise StateMismatch(f"the checkpoint at {store.url} does not fit the state:\n{problems}")
     files = Files(store, manifest)
+    applied: list[Any] = []
 
     def read() -> bytes:
-        describer = Describer(comm)
-        allocate(target, describer, options.device, manifest)
+        allocate(target, Describer(comm), options.device)
         place_all(files, target.placements)
         _read_values(target, files, comm, options.codec)
         return b""
 
     def apply() -> bytes:
-        target.results["\0"] = _apply(state, target)
+        applied.append(_apply(state, target))
         return b""
 
     try:
@@ -63,7 +63,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     finally:
         files.close()
     together(comm, f"{where}: applying", apply)
-    return target.results["\0"]
+    return applied[0]
 
 
 def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Report:

@@ -1,8 +1,6 @@
 """Replicas that should be equal: each rank hashes what it shares with others, and the hashes are compared before the commit."""
 
-import warnings
 from dataclasses import dataclass, field
-from typing import Literal
 
 import msgspec
 import xxhash
@@ -11,7 +9,6 @@ from milepost.comm import Comm, together
 from milepost.core.layout import Boxes, Layout
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import show_ranks, unpack_ranks
-from milepost.errors import RanksDisagree
 from milepost.tensors import LocalTensor, bytes_of, replica_ranks
 from milepost.write import AT_ONCE_BYTES
 
@@ -61,31 +58,21 @@ class ReplicaCheck:
         found = (rows == self.rank).any(axis=1).nonzero()[0]
         return [(replica_ranks(tuple(int(r) for r in rows[found[0]])), None)] if len(found) else []
 
-    def compare(
-        self, comm: Comm, digests: list[dict[str, str]], where: str, on_difference: Literal["error", "warn"]
-    ) -> None:
-        """Raise RanksDisagree (or warn), naming keys and ranks, where replicas differ. Runs alike on all ranks."""
+    def compare(self, comm: Comm, digests: list[dict[str, str]], where: str) -> str:
+        """Which replicas differ, by key and ranks, as text; empty where all are equal. Runs alike on all ranks."""
         versions: dict[str, set[str]] = {}
         for theirs in digests:
             for group, digest in theirs.items():
                 versions.setdefault(group, set()).add(digest)
         differing = {group for group, seen in versions.items() if len(seen) > 1}
         if not differing:
-            return
+            return ""
         mine = {group: keys for group, keys in self._keys.items() if group in differing}
         packed = together(comm, f"{where}: comparing replicas", lambda: msgspec.msgpack.encode(mine))
         details = [msgspec.msgpack.decode(data, type=dict[str, dict[str, str]]) for data in packed]
         lines = [line for group in sorted(differing) for line in _differences(group, details)]
-        text = "tensors that should be equal on their ranks are not:\n  " + "\n  ".join(lines[:50])
-        if len(lines) > 50:
-            text += f"\n  and {len(lines) - 50} more"
-        if on_difference == "error":
-            raise RanksDisagree(
-                f'{text}\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass on_difference="warn" '
-                "to keep the lowest rank's."
-            )
-        if comm.rank == 0:
-            warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=5)
+        more = [f"and {len(lines) - 50} more"] if len(lines) > 50 else []
+        return "tensors that should be equal on their ranks are not:\n  " + "\n  ".join([*lines[:50], *more])
 
 
 def _differences(group: str, details: list[dict[str, dict[str, str]]]) -> list[str]:

@@ -92,7 +92,12 @@ def save_state(state: Any, store: Store, comm: Comm, options: SaveOptions) -> Re
     try:
         packed = together(comm, f"{where}: writing", write)
         results = [msgspec.msgpack.decode(data, type=_Result) for data in packed]
-        check.compare(comm, [r.replicas for r in results], where, options.on_difference)
+        drifted = check.compare(comm, [r.replicas for r in results], where)
+        if drifted and options.on_difference == "error":
+            raise RanksDisagree(
+                f"{drifted}\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
+                'on_difference="warn" to keep the lowest rank\'s.'
+            )
     except BaseException:
         _discard(store, hello.save_id, comm.rank)
         raise
@@ -125,6 +130,9 @@ def save_state(state: Any, store: Store, comm: Comm, options: SaveOptions) -> Re
         raise
     if comm.rank == _LEAD:
         sweep(store, manifest)
+        # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
+        for text in [_differing(merged)] * bool(merged.differing) + [drifted] * bool(drifted):
+            warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=3)
     data_bytes = sum(r.written.data_bytes for r in results)
     return Receipt(store.url, hello.generation, hello.save_id, comm.size, data_bytes)
 
@@ -155,7 +163,7 @@ def _agree(state: Any, store: Store, comm: Comm, options: SaveOptions, where: st
         spoken = together(comm, f"{where}: agreeing on the layout", speak)
         tables = [(tuple(ranks), msgspec.json.decode(spoken[ranks[0]], type=Table)) for ranks in groups.values()]
     merged = merge_tables(tables)
-    _refuse_problems(merged, options, comm.rank)
+    _refuse_problems(merged, options)
     return kept[0], hellos[_LEAD], merged
 
 
@@ -218,18 +226,18 @@ def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: l
     return [*entries, Entry(NewEntry(PRIVATE, "uint8", (len(record),)), data)]
 
 
-def _refuse_problems(merged: Merged, options: SaveOptions, rank: int) -> None:
+def _refuse_problems(merged: Merged, options: SaveOptions) -> None:
     if merged.problems:
         raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-    if not merged.differing:
-        return
-    text = "values that should be equal on all ranks are not:\n  " + "\n  ".join(merged.differing[:50])
-    if options.on_difference == "error":
+    if merged.differing and options.on_difference == "error":
         raise RanksDisagree(
-            f'{text}\nWrap what belongs to a rank in PerRank, or pass on_difference="warn" to keep the lowest rank\'s.'
+            f"{_differing(merged)}\n"
+            'Wrap what belongs to a rank in PerRank, or pass on_difference="warn" to keep the lowest rank\'s.'
         )
-    if rank == _LEAD:
-        warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=5)
+
+
+def _differing(merged: Merged) -> str:
+    return "values that should be equal on all ranks are not:\n  " + "\n  ".join(merged.differing[:50])
 
 
 def _entries(tensors: tuple[Tensor, ...], layouts: tuple[Layout, ...], rank: int, described: Described) -> list[Entry]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from milepost.core.limits import MAX_DEPTH
-from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, flatten
+from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
 from milepost.tensors import is_tensor
 from milepost.values import Codec
@@ -45,18 +45,6 @@ def is_stateful(value: Any) -> bool:
     return isinstance(value, Stateful) and not isinstance(value, (type, Mapping, list, tuple))
 
 
-def rules(codec: Codec, opened: dict[Path, Any]) -> Rules:
-    """How a state becomes a tree. The state dicts of stateful objects are kept in `opened`, by path."""
-
-    def open_stateful(value: Any, path: Path) -> Any:
-        if not is_stateful(value):
-            return None
-        opened[path] = value.state_dict()
-        return opened[path]
-
-    return Rules(leaf=leaf_kind, encode=codec.encode, open=open_stateful)
-
-
 def leaf_kind(value: Any) -> Leaf | None:
     """What kind of leaf this is, or None for a container. Lists and tuples without tensors are one value."""
     if is_tensor(value):
@@ -80,18 +68,34 @@ def _holds_tensor(value: Any, depth: int) -> bool:
     return isinstance(value, (list, tuple)) and any(_holds_tensor(item, depth + 1) for item in value)
 
 
-def take_apart(state: Any, codec: Codec) -> tuple[Flat, dict[Path, Any]]:
-    """The state as a tree, and the state dicts of the stateful objects in it. Raises InvalidState for what cannot be saved."""
+def state_dict_of(value: Any, path: Path) -> Any:
+    """What stands for a stateful object in a tree: its own state dict."""
+    del path
+    return value.state_dict()
+
+
+def take_apart(
+    state: Any, codec: Codec, opening: Callable[[Any, Path], Any] = state_dict_of
+) -> tuple[Flat, dict[Path, Any]]:
+    """The state as a tree, and what `opening` gave for the stateful objects in it, by path.
+
+    Raises InvalidState for what cannot be part of a state.
+    """
     if leaf_kind(state) is not None:
         raise InvalidState(
             f"a state is a dict, a stateful object, or a list of tensors; put this {type(state).__name__} in a dict"
         )
     opened: dict[Path, Any] = {}
+
+    def open_stateful(value: Any, path: Path) -> Any:
+        if not is_stateful(value):
+            return None
+        opened[path] = opening(value, path)
+        return opened[path]
+
     try:
-        return flatten(state, rules(codec, opened)), opened
+        return flatten(state, Rules(leaf_kind, codec.encode, open_stateful)), opened
     except TooDeep as error:
         raise InvalidState(str(error)) from None
-    except ValueError as error:
-        raise InvalidState(
-            f"{error}, which would not come back the same. Turn it into a dict, list or tuple."
-        ) from None
+    except UnknownContainer as error:
+        raise InvalidState(f"{error}, which would not come back the same; use a dict, list or tuple") from None

@@ -12,15 +12,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from milepost.core.box import Box, Shape
+from milepost.core.box import Shape
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
-from milepost.core.tree import Branch, Flat, Node, Path, Rules, TooDeep, build, flatten, grow, show_path
+from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, grow, show_path
 from milepost.errors import CheckpointDamaged, InvalidState
 from milepost.place import Placement
 from milepost.report import Found, bits_of
-from milepost.state import PerRank, is_stateful, leaf_kind
-from milepost.tensors import Describer, LocalTensor, materialise, new_tensor, size_bytes, torch_dtype
+from milepost.state import PerRank, take_apart
+from milepost.tensors import (
+    Describer,
+    LocalTensor,
+    dtype_name,
+    is_tensor,
+    materialise,
+    new_tensor,
+    size_bytes,
+    torch_dtype,
+)
 from milepost.values import Codec
 
 _BYTES = {"bytes": bytes, "bytearray": bytearray}
@@ -60,18 +69,7 @@ class Matcher:
 
     def match(self, state: Any) -> Target:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
-        opened: dict[Path, Any] = {}
-        if leaf_kind(state) is not None:
-            raise InvalidState(
-                f"a state is a dict, a stateful object, or a list of tensors, not a {type(state).__name__}"
-            )
-        rules = Rules(leaf_kind, self._codec.encode, lambda value, path: self._open(value, path, opened))
-        try:
-            flat = flatten(state, rules)
-        except TooDeep as error:
-            raise InvalidState(str(error)) from None
-        except ValueError as error:
-            raise InvalidState(f"{error}, which cannot be loaded into; use a dict, list or tuple") from None
+        flat, opened = take_apart(state, self._codec, self._open)
         placements = list(self._compare(flat))
         found = Found(
             tuple(self._missing),
@@ -83,16 +81,11 @@ class Matcher:
         )
         return Target(self._manifest, flat, opened, found, placements)
 
-    def _open(self, value: Any, path: Path, opened: dict[Path, Any]) -> Any:
-        if not is_stateful(value):
-            return None
+    def _open(self, value: Any, path: Path) -> Any:
+        """What stands for a stateful object: a module's own state dict; else the saved one, around the tensors it has."""
         current = value.state_dict()
-        if isinstance(value, torch.nn.Module):
-            opened[path] = current
-            return current
         branch = _find(self._root, path, self._codec)
-        if branch is None or branch.node.kind in ("tensor", "value", "per_rank"):
-            opened[path] = current
+        if isinstance(value, torch.nn.Module) or branch is None or branch.node.kind in LEAVES:
             return current
 
         def leaf(node: Node, inner: Path) -> Any:
@@ -103,21 +96,21 @@ class Matcher:
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             return _Slot()
 
-        opened[path] = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
-        return opened[path]
+        return build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
         if tensor.kind in _BYTES:
             return _Slot()
-        if leaf_kind(existing) == "tensor" and not isinstance(existing, (bytes, bytearray)):
-            shape = tuple(existing.shape)
-            if shape == tensor.shape:
-                return existing
+        optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
+        has = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
+        # A buffer of another object may have grown; state of a parameter cannot, and is reported.
+        if has and (optimizer is not None or tuple(existing.shape) == tensor.shape):
+            return existing
         if tensor.kind == "numpy":
             return np.empty(tensor.shape, dtype=np.dtype(tensor.dtype))
-        if isinstance(owner, torch.optim.Optimizer):
-            parameter = _parameter(owner, path)
+        if optimizer is not None:
+            parameter = _parameter(optimizer, path)
             if parameter is not None and tuple(parameter.shape) == tensor.shape:
                 return torch.empty_like(parameter.detach(), dtype=torch_dtype(tensor.dtype))
         return new_tensor(tensor.dtype, tensor.shape)
@@ -173,27 +166,26 @@ def keys_of(manifest: Manifest) -> list[str]:
     return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
 
 
-def allocate(target: Target, describer: Describer, device: torch.device | str | None, manifest: Manifest) -> None:
-    """Give memory to targets that have none (meta device) and to long bytes, and plan their reads too."""
+def allocate(target: Target, describer: Describer, device: torch.device | str | None) -> None:
+    """Give memory to targets that have none (meta device, read-only arrays, long bytes), and plan their reads anew."""
+    manifest = target.manifest
     tensors = {t.key: t for t in manifest.tensors}
+    made: dict[str, Any] = {}
     for key, leaf in target.flat.leaves.items():
         saved = tensors.get(key)
         if saved is None:
             continue
-        if isinstance(leaf, torch.Tensor) and leaf.is_meta:
-            dtype = str(leaf.dtype).removeprefix("torch.")
-            made = materialise(leaf, dtype, saved.shape, device)
-            target.results[key] = made
-            target.placements = [p for p in target.placements if p.item.key != key]
-            target.placements.extend(placements_for(manifest, saved, describer.describe(made, key)))
+        if saved.kind in _BYTES:
+            made[key] = LongBytes(saved.kind, torch.empty(saved.shape, dtype=torch.uint8))
+        elif isinstance(leaf, torch.Tensor) and leaf.is_meta:
+            made[key] = materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
         elif isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
-            target.results[key] = fresh = np.empty_like(leaf)
-            target.placements = [p for p in target.placements if p.item.key != key]
-            target.placements.extend(placements_for(manifest, saved, describer.describe(fresh, key)))
-        elif saved.kind in _BYTES:
-            buffer = torch.empty(saved.shape, dtype=torch.uint8)
-            target.results[key] = LongBytes(saved.kind, buffer)
-            target.placements.extend(_whole(manifest, saved, buffer))
+            made[key] = np.empty_like(leaf)
+    target.placements = [p for p in target.placements if p.item.key not in made]
+    for key, value in made.items():
+        memory = value.buffer if isinstance(value, LongBytes) else value
+        target.placements.extend(placements_for(manifest, tensors[key], describer.describe(memory, key)))
+    target.results.update(made)
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,11 +199,6 @@ class LongBytes:
         """The bytes, as the type that was saved."""
         data: bytes = self.buffer.numpy().tobytes()
         return data if self.kind == "bytes" else bytearray(data)
-
-
-def _whole(manifest: Manifest, saved: Tensor, buffer: torch.Tensor) -> Iterator[Placement]:
-    for item in read_plan(manifest, saved, Box.whole(saved.shape)):
-        yield Placement(item, saved.dtype, buffer[item.box.slices])
 
 
 def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:

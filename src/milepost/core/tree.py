@@ -63,8 +63,12 @@ class TooDeep(ValueError):
     """The state is nested deeper than the limit, or contains itself."""
 
 
+class UnknownContainer(ValueError):
+    """A container of a type that would not come back the same."""
+
+
 def flatten(state: Any, rules: Rules) -> Flat:
-    """Take `state` apart. Raises TooDeep for a state that contains itself, ValueError for a container it does not know."""
+    """Take `state` apart. Raises TooDeep for a state that contains itself, and UnknownContainer."""
     found = list(_walk(state, rules, (), None, 0))
     keys = _keys([path for path, node, _ in found if node.kind in LEAVES])
     nodes, leaves, paths, kinds = [], {}, {}, {}
@@ -97,7 +101,7 @@ def _walk(value: Any, rules: Rules, path: Path, name: Any, depth: int) -> Iterat
 
 
 def container_kind(value: Any, path: Path = ()) -> str:
-    """The manifest's word for a container. Raises ValueError for a type that would not come back the same."""
+    """The manifest's word for a container. Raises UnknownContainer for a type that would not come back the same."""
     kind = type(value)
     if kind in (dict, OrderedDict, list, tuple):
         return str(kind.__name__)
@@ -105,10 +109,10 @@ def container_kind(value: Any, path: Path = ()) -> str:
         for name, factory in FACTORIES.items():
             if value.default_factory is factory:
                 return f"defaultdict:{name}"
-        raise ValueError(f"{show_path(path)!r} is a defaultdict whose factory cannot be saved; use a plain dict")
+        raise UnknownContainer(f"{show_path(path)!r} is a defaultdict with a factory of its own")
     if is_namedtuple(value):
         return f"namedtuple:{kind.__name__}"
-    raise ValueError(f"{show_path(path)!r} is a {kind.__module__}.{kind.__qualname__}")
+    raise UnknownContainer(f"{show_path(path)!r} is a {kind.__module__}.{kind.__qualname__}")
 
 
 def is_namedtuple(value: Any) -> bool:

@@ -73,7 +73,7 @@ class LocalStore:
         path = self._path(name)
         with _explained("create", path):
             try:
-                handle = _create_file(path)
+                handle = _create_file(self.root, check_name(name))
             except FileExistsError:
                 raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
         return LocalWriter(path, handle, self.root)
@@ -82,7 +82,7 @@ class LocalStore:
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
         path = self._path(name)
         with _explained("open", path):
-            handle = _open_inside(self.root, check_name(name))
+            handle = _open_inside(self.root, check_name(name), os.O_RDONLY | os.O_NONBLOCK)
         try:
             status = os.fstat(handle)
             if not stat.S_ISREG(status.st_mode):
@@ -115,7 +115,11 @@ class LocalStore:
         """Remove an object if it is there, and the folders that it leaves empty."""
         path = self._path(name)
         with _explained("delete", path), contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
+            folder = _folder_inside(self.root, check_name(name))
+            try:
+                os.unlink(path.name, dir_fd=folder)
+            finally:
+                os.close(folder)
         with contextlib.suppress(OSError):  # not empty, or another rank was faster
             for parent in path.parents:
                 if parent == self.root:
@@ -187,37 +191,50 @@ class LocalReader:
             os.close(handle)
 
 
-def _open_inside(root: Path, parts: tuple[str, ...]) -> int:
-    """Open a file below `root` step by step, so that no link on the way is followed. FIFOs do not block."""
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _open_inside(root: Path, parts: tuple[str, ...], flags: int, make: bool = False) -> int:
+    """Open a file below `root` without following a link anywhere on the way. FIFOs do not block, given O_NONBLOCK."""
+    folder = _folder_inside(root, parts, make)
     try:
-        for part in parts[:-1]:
-            inner = os.open(part, _FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        return os.open(parts[-1], flags, dir_fd=folder)
+        return os.open(parts[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
     except OSError as error:
-        # ELOOP for a link in the last place; ENOTDIR for one (or a file) in a folder's place; ENXIO for a socket.
-        if error.errno in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-            where = root.joinpath(*parts)
-            raise UnsafeCheckpoint(
-                f"{where} is or goes through a link or special file; a checkpoint holds none"
-            ) from None
-        raise
+        raise _unsafe(error, root, parts) from None
     finally:
         os.close(folder)
 
 
-def _create_file(path: Path) -> int:
+def _folder_inside(root: Path, parts: tuple[str, ...], make: bool = False) -> int:
+    """Open the folder that a name lies in, step by step from `root`; with `make`, make those that are not there."""
+    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for part in parts[:-1]:
+            if make:
+                _make_folder(part, folder)
+            inner = os.open(part, _FOLDER, dir_fd=folder)
+            os.close(folder)
+            folder = inner
+    except OSError as error:
+        os.close(folder)
+        raise _unsafe(error, root, parts) from None
+    return folder
+
+
+def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
+    """The error that says so where a link or special file was met, else the one given."""
+    # ELOOP for a link in the last place; ENOTDIR for one (or a file) in a folder's place; ENXIO for a socket.
+    if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
+        return error
+    where = root.joinpath(*parts)
+    return UnsafeCheckpoint(f"{where} is or goes through a link or special file; a checkpoint holds none")
+
+
+def _create_file(root: Path, parts: tuple[str, ...]) -> int:
     """Open a new file for writing, making the folders that it needs."""
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
     for _ in range(_TRIES):
         # Another save that cleans up may remove a folder between the two calls, while it is still empty.
         with contextlib.suppress(FileNotFoundError):
-            _make_folders(path.parent)
-            return os.open(path, flags, 0o666)
-    raise StorageError(f"cannot create {path}: its folder is removed again and again by someone else")
+            _make_folders(root)
+            return _open_inside(root, parts, os.O_CREAT | os.O_EXCL | os.O_WRONLY, make=True)
+    raise StorageError(f"cannot create {root.joinpath(*parts)}: its folder is removed again and again by someone else")
 
 
 def _make_folders(folder: Path) -> None:
@@ -228,6 +245,13 @@ def _make_folders(folder: Path) -> None:
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder)
     _sync_folder(folder.parent)
+
+
+def _make_folder(name: str, parent: int) -> None:
+    """Make one folder inside an open one, if it is not there, and sync it into that."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, dir_fd=parent)
+        os.fsync(parent)
 
 
 def _sync_folders(folder: Path, root: Path) -> None:
