@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
@@ -12,8 +13,8 @@ from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.ranks import unpack_ranks
-from milepost.core.tree import Node, Path, build, grow
-from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.core.tree import LEAVES, Node, Path, build, grow
+from milepost.errors import CheckpointDamaged, CheckpointError, UnsafeCheckpoint
 from milepost.read import Damage, Files
 from milepost.store import Store
 from milepost.values import Codec
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
     import torch
 
 Index = int | slice | EllipsisType
+MAX_DAMAGES = 1000
+"""How many entries that a manifest promises and no file holds are reported; it can promise millions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,10 +94,16 @@ class LazyTensor:
         from milepost.place import Placement, place_all  # noqa: PLC0415
         from milepost.tensors import new_tensor  # noqa: PLC0415
 
-        items = list(read_plan(self._files.manifest, self._record, box))
-        for item in items:
-            self._files.of(item.rank)  # before memory is taken: a file that is not there, or too short, says so now
-        result = new_tensor(self.dtype, box.shape)
+        items = []
+        for item in read_plan(self._files.manifest, self._record, box):
+            self._files.of(item.rank).entry(item, self.dtype)  # what is not there says so now, before memory is taken
+            items.append(item)
+        try:
+            result = new_tensor(self.dtype, box.shape)
+        except (RuntimeError, MemoryError) as error:
+            raise UnsafeCheckpoint(
+                f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than there is memory; read it in parts: {error}"
+            ) from error
         place_all(self._files, (Placement(i, self.dtype, result[i.box.within(box).slices]) for i in items))
         return result
 
@@ -129,7 +138,9 @@ class Checkpoint(Mapping[str, Any]):
     @property
     def metadata(self) -> dict[str, Any]:
         """What the user passed as `metadata`."""
-        decoded: dict[str, Any] = self._decode(self._manifest.metadata, "metadata")
+        decoded = self._decode(self._manifest.metadata, "metadata")
+        if not isinstance(decoded, dict):
+            raise CheckpointDamaged(f"{self.url}: its metadata is no dict")
         return decoded
 
     @property
@@ -138,7 +149,7 @@ class Checkpoint(Mapping[str, Any]):
         return {key: LazyTensor(self._files, record) for key, record in self._tensors.items()}
 
     def __iter__(self) -> Iterator[str]:
-        return (node.key for node in self._manifest.tree if node.key)
+        return (node.key for node in self._manifest.tree if node.kind in LEAVES)
 
     def __len__(self) -> int:
         return len(self._tensors) + len(self._values) + len(self._per_rank)
@@ -151,7 +162,7 @@ class Checkpoint(Mapping[str, Any]):
         if key in self._tensors:
             record = self._tensors[key]
             lazy = LazyTensor(self._files, record)
-            return lazy.read().numpy().tobytes() if record.kind in ("bytes", "bytearray") else lazy
+            return _read_as_saved(lazy, record) if record.kind in ("bytes", "bytearray") else lazy
         if key in self._values:
             return self._decode(self._values[key], key)
         if key in self._per_rank:
@@ -164,16 +175,17 @@ class Checkpoint(Mapping[str, Any]):
 
     def state(self) -> Any:
         """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank."""
-        from milepost.privates import as_saved  # noqa: PLC0415  # imports torch
-
-        return self._build(lambda record: as_saved(LazyTensor(self._files, record).read(), record))
+        return self._build(lambda record: _read_as_saved(LazyTensor(self._files, record), record))
 
     def _build(self, tensor: Any) -> Any:
         def leaf(node: Node, path: Path) -> Any:
             del path
             return tensor(self._tensors[node.key]) if node.kind == "tensor" else self[node.key]
 
-        return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+        try:
+            return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.url}: {error}") from error
 
     def _private(self, rank: int) -> dict[str, Any]:
         from milepost.privates import read_private_values  # noqa: PLC0415  # imports torch
@@ -198,22 +210,17 @@ class Checkpoint(Mapping[str, Any]):
             except CheckpointError as error:
                 damages.append(Damage(self._manifest.file_name(record.rank), str(error)))
         if not damages:
-            damages.extend(self._check_entries())
+            damages.extend(islice(self._check_entries(), MAX_DAMAGES))
         return Verification(len(self._manifest.files), read, tuple(damages))
 
     def _check_entries(self) -> Iterator[Damage]:
         """Whether the files hold all that the manifest promises."""
         for tensor in self._manifest.tensors:
-            kind = DTYPES[tensor.dtype]
             for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape)):
-                name = self._manifest.file_name(item.rank)
                 try:
-                    entry = self._files.of(item.rank).header.entries.get(item.name)
+                    self._files.of(item.rank).entry(item, tensor.dtype)
                 except CheckpointError as error:
-                    yield Damage(name, str(error), (item.name,))
-                    continue
-                if entry is None or entry.shape != (*item.source.shape, *kind.inner) or entry.dtype != kind.stored_as:
-                    yield Damage(name, f"does not hold {item.name!r} as the manifest says", (item.name,))
+                    yield Damage(self._manifest.file_name(item.rank), str(error), (item.name,))
 
     def close(self) -> None:
         """Close its files. It may still be used: they are opened again."""
@@ -226,6 +233,12 @@ class Checkpoint(Mapping[str, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _read_as_saved(lazy: LazyTensor, record: Tensor) -> Any:
+    from milepost.privates import as_saved  # noqa: PLC0415  # imports torch
+
+    return as_saved(lazy.read(), record)
 
 
 def _region(index: "Index | tuple[Index, ...]", shape: Shape) -> "tuple[Box, tuple[int | slice, ...]]":

@@ -9,7 +9,6 @@ import torch
 from milepost.core.box import Box, strides_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.plan import ReadItem
-from milepost.errors import CheckpointDamaged
 from milepost.read import WINDOW_BYTES, Files, VerifiedFile
 from milepost.tensors import torch_dtype
 
@@ -52,9 +51,7 @@ def place_all(files: Files, placements: Iterable[Placement]) -> int:
 def _steps(file: VerifiedFile, placement: Placement) -> Iterator[_Step]:
     """The read cut into slabs whose byte range fits a window."""
     item, kind = placement.item, DTYPES[placement.dtype]
-    entry = file.header.entries.get(item.name)
-    if entry is None or entry.shape != (*item.source.shape, *kind.inner) or entry.dtype != kind.stored_as:
-        raise CheckpointDamaged(f"{file.where} does not hold {item.name!r} as {placement.dtype} {item.source.shape}")
+    entry = file.entry(item, placement.dtype)
     strides = strides_of(item.source.shape)
     inner = item.box.within(item.source)
     for slab in _fitting(inner, strides, WINDOW_BYTES // kind.size_bytes):

@@ -2,15 +2,15 @@
 
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.core.manifest import Tensor
+from milepost.core.manifest import Tensor, check_kind, check_leaves
 from milepost.core.plan import ReadItem
-from milepost.core.private import read_private
+from milepost.core.private import Private, read_private
+from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
 from milepost.core.tree import Node, Path, build, grow
 from milepost.errors import CheckpointDamaged
@@ -27,10 +27,22 @@ def read_private_values(files: Files, rank: int, codec: Codec) -> dict[str, Any]
     if entry is None:
         raise CheckpointDamaged(f"{file.where} holds no private values")
     file.expect([entry.data_offsets])
+    data = bytes(file.data(*entry.data_offsets))
     try:
-        record = read_private(bytes(file.data(*entry.data_offsets)))
-    except (ValueError, msgspec.DecodeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{file.where}: its private values are not valid: {error}") from error
+        result = _build(read_private(data), files, rank, codec)
+        kept = {p.key for p in files.manifest.per_rank if rank in unpack_ranks(p.ranks)}
+        if not isinstance(result, dict) or set(result) != kept:
+            raise ValueError("they are not the keys that the manifest lists")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file.where}: its private values are not valid: {str(error)[:1000]}") from error
+    return result
+
+
+def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
+    """The values that a record stands for. Raises ValueError where it contradicts itself."""
+    check_leaves(record.tree, {"value": [v.key for v in record.values], "tensor": [t.key for t in record.tensors]})
+    for tensor in record.tensors:
+        check_kind(tensor)
     tensors = {t.key: _read_tensor(files, rank, t) for t in record.tensors}
     values = {v.key: v.value for v in record.values}
 
@@ -38,8 +50,7 @@ def read_private_values(files: Files, rank: int, codec: Codec) -> dict[str, Any]
         del path
         return tensors[node.key] if node.kind == "tensor" else codec.decode(values[node.key], node.key)
 
-    result: dict[str, Any] = build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
-    return result
+    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
 
 
 def _read_tensor(files: Files, rank: int, tensor: Tensor) -> Any:

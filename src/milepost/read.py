@@ -11,14 +11,18 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, ShardFile
-from milepost.core.shardfile import CHECKSUMS, Header, read_header, seal_of
-from milepost.errors import CheckpointDamaged
+from milepost.core.plan import ReadItem
+from milepost.core.shardfile import CHECKSUMS, Entry, Header, read_header, seal_of
+from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.store import Reader, Store
 
 WINDOW_BYTES = 16 * MIB
 """The most that is read at a time."""
+MAX_TABLE_BYTES = 256 * MIB
+"""The longest table of checksums that is read: enough for 32 TiB in blocks of a MiB. A file with holes can claim more."""
 MAX_OPEN = 64
 """How many files stay open at once: a checkpoint of a large job has more than a process may open."""
 
@@ -68,13 +72,16 @@ class VerifiedFile:
         """Header and table of checksums, checked against the manifest."""
         head = self._read(0, record.header_bytes)
         data_bytes = _data_bytes(record.size_bytes - record.header_bytes, self._block)
-        table = self._read(record.header_bytes + data_bytes, record.size_bytes - record.header_bytes - data_bytes)
+        table_bytes = record.size_bytes - record.header_bytes - data_bytes
+        if table_bytes > MAX_TABLE_BYTES:
+            raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
+        table = self._read(record.header_bytes + data_bytes, table_bytes)
         if seal_of(bytes(head), bytes(table)) != record.checksum:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
             header = read_header(bytes(head), record.size_bytes, self._block)
         except ValueError as error:
-            raise CheckpointDamaged(f"{self.where}: {error}") from error
+            raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
         if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
         return header, np.frombuffer(table, dtype="<u8")
@@ -83,6 +90,13 @@ class VerifiedFile:
         buffer = memoryview(bytearray(length))
         self._reader.read_into(offset, buffer)
         return buffer
+
+    def entry(self, item: ReadItem, dtype: str) -> Entry:
+        """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
+        found, kind = self.header.entries.get(item.name), DTYPES[dtype]
+        if found is None or found.shape != (*item.source.shape, *kind.inner) or found.dtype != kind.stored_as:
+            raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as {dtype} {item.source.shape}")
+        return found
 
     def expect(self, ranges: Iterable[tuple[int, int]]) -> None:
         """Announce the data ranges that will be asked for, so that neighbours are read together."""
@@ -127,7 +141,9 @@ class VerifiedFile:
 
     def _explain(self, block: int) -> str:
         names = self.entries_in(block)
-        shown = ", ".join(repr(name) for name in names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+        shown = ", ".join(repr(name[:200]) for name in names[:5]) + (
+            f" and {len(names) - 5} more" if len(names) > 5 else ""
+        )
         start = self.header.header_bytes + block * self._block
         return f"{self.where}: bytes {start}..{start + self._block} are not what was saved; they hold {shown}"
 

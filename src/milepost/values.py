@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import math
 import pickle
+import reprlib
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -22,6 +23,8 @@ from milepost.core.tree import is_namedtuple, make_namedtuple
 from milepost.errors import InvalidRequest, InvalidState, UnsupportedFormat
 
 _JSON_INT = 2**53
+_KEY_LETTERS = 200
+_FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Codec:
@@ -75,6 +78,12 @@ class Codec:
 
     def decode(self, data: Any, key: str) -> Any:
         """The value again. Raises UnsupportedFormat for what needs an opt-in, ValueError for what is no value."""
+        return self.decode_at(data, key[:_KEY_LETTERS], 0)
+
+    def decode_at(self, data: Any, key: str, depth: int) -> Any:
+        """The same for a value that stands `depth` levels inside another."""
+        if depth > MAX_DEPTH:
+            raise ValueError(f"{key!r} is nested more than {MAX_DEPTH} levels deep")
         if data is None or isinstance(data, (bool, int, float, str)):
             return data
         if isinstance(data, dict) and len(data) == 1:
@@ -82,16 +91,17 @@ class Codec:
             read = _READ.get(kind)
             if read is not None:
                 try:
-                    return read(self, content, key)
-                except (TypeError, IndexError, AttributeError, KeyError) as error:
-                    raise ValueError(f"{key!r} holds a damaged {kind}: {error}") from error
-        raise ValueError(f"{key!r} holds something that is no value: {str(data)[:80]}")
+                    return read(self, content, key, depth)
+                except (TypeError, IndexError, AttributeError, KeyError, OverflowError) as error:
+                    raise ValueError(f"{key!r} holds a damaged {kind}: {str(error)[:200]}") from error
+        raise ValueError(f"{key!r} holds something that is no value: {reprlib.repr(data)}")
 
     def _decode_class(self, content: Any, key: str, base: str) -> tuple[Any, Any]:
         name, rest = content
         kind = self._types.get(name)
         if kind is None:
-            raise UnsupportedFormat(f"{key!r} is the {base} {name!r}; pass the class: types=[{name}]")
+            shown = str(name)[:200]
+            raise UnsupportedFormat(f"{key!r} is the {base} {shown!r}; pass the class: types=[{shown}]")
         if (base == "enum") != issubclass(kind, enum.Enum):
             raise ValueError(f"{key!r} was saved as the {base} {name!r}, which is another kind of class now")
         return kind, rest
@@ -101,16 +111,17 @@ class Codec:
         kind, member = self._decode_class(content, key, "enum")
         return kind[member]
 
-    def decode_dataclass(self, content: Any, key: str) -> Any:
+    def decode_dataclass(self, content: Any, key: str, depth: int) -> Any:
         """An instance of a dataclass that the caller passed; its fields are set without running its `__init__`."""
         kind, fields = self._decode_class(content, key, "dataclass")
         known = {f.name for f in dataclasses.fields(kind)}
         names = [name for name, _ in fields]
-        if set(names) != known:
-            raise ValueError(f"{key!r} was saved with the fields {names}, and {kind.__qualname__} has {sorted(known)}")
+        if len(names) != len(known) or set(names) != known:
+            shown = reprlib.repr(names)
+            raise ValueError(f"{key!r} was saved with the fields {shown}, and {kind.__qualname__} has {sorted(known)}")
         result = object.__new__(kind)
         for name, field in fields:
-            object.__setattr__(result, name, self.decode(field, f"{key}.{name}"))
+            object.__setattr__(result, name, self.decode_at(field, _inside(key, name), depth + 1))
         return result
 
     def decode_pickle(self, content: Any, key: str) -> Any:
@@ -197,23 +208,39 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
-def _items(codec: Codec, content: list[Any], key: str) -> list[Any]:
+def _inside(key: str, part: object) -> str:
+    """The place of a part, for messages. It stops growing: a forger can put a million parts under a long key."""
+    return f"{key}.{str(part)[:_KEY_LETTERS]}" if len(key) < _KEY_LETTERS else key
+
+
+def _items(codec: Codec, content: list[Any], key: str, depth: int) -> list[Any]:
     if not isinstance(content, list):
         raise TypeError("a list was expected")
-    return [codec.decode(item, f"{key}.{i}") for i, item in enumerate(content)]
+    return [codec.decode_at(item, _inside(key, i), depth + 1) for i, item in enumerate(content)]
 
 
-def _decode_numpy(codec: Codec, content: Any, key: str) -> Any:
-    del codec, key
+def _decode_dict(codec: Codec, content: Any, key: str, depth: int) -> dict[Any, Any]:
+    result = {}
+    for i, (name, value) in enumerate(content):
+        part = name if isinstance(name, str) else i
+        result[codec.decode_at(name, key, depth + 1)] = codec.decode_at(value, _inside(key, part), depth + 1)
+    return result
+
+
+def _decode_float(data: Any) -> Any:
+    return _FLOATS[data["float"]] if isinstance(data, dict) else data
+
+
+def _decode_numpy(content: Any) -> Any:
     name, data = content
     if name not in DTYPES:
         raise ValueError(f"unknown numpy type {name!r}")
     return np.frombuffer(_bytes(data), dtype=np.dtype(name), count=1)[0]
 
 
-def _decode_namedtuple(codec: Codec, content: Any, key: str) -> Any:
+def _decode_namedtuple(codec: Codec, content: Any, key: str, depth: int) -> Any:
     name, fields = content
-    values = [codec.decode(value, f"{key}.{field}") for field, value in fields]
+    values = [codec.decode_at(value, _inside(key, i), depth + 1) for i, (_, value) in enumerate(fields)]
     return make_namedtuple(str(name), [str(field) for field, _ in fields])._make(values)
 
 
@@ -225,29 +252,36 @@ def _decode_torch(name: str, content: Any) -> Any:
         if not isinstance(found, torch.dtype):
             raise ValueError(f"torch has no dtype {content!r}")
         return found
-    return torch.Size([int(n) for n in content]) if name == "Size" else torch.device(content)
+    if name == "Size":
+        return torch.Size([int(n) for n in content])
+    if not isinstance(content, str):  # a number would mean the device that this machine has
+        raise TypeError("a device's name was expected")
+    try:
+        return torch.device(content)
+    except RuntimeError as error:
+        raise ValueError(f"torch has no device {content[:40]!r}") from error
 
 
-_READ: dict[str, Callable[[Codec, Any, str], Any]] = {
-    "int": lambda c, v, k: int(v, 16),
-    "float": lambda c, v, k: {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}[v],
-    "str": lambda c, v, k: _bytes(v).decode("utf-8", "surrogatepass"),
-    "complex": lambda c, v, k: complex(c.decode(v[0], k), c.decode(v[1], k)),
-    "bytes": lambda c, v, k: _bytes(v),
-    "bytearray": lambda c, v, k: bytearray(_bytes(v)),
+_READ: dict[str, Callable[[Codec, Any, str, int], Any]] = {
+    "int": lambda c, v, k, d: int(v, 16),
+    "float": lambda c, v, k, d: _FLOATS[v],
+    "str": lambda c, v, k, d: _bytes(v).decode("utf-8", "surrogatepass"),
+    "complex": lambda c, v, k, d: complex(_decode_float(v[0]), _decode_float(v[1])),
+    "bytes": lambda c, v, k, d: _bytes(v),
+    "bytearray": lambda c, v, k, d: bytearray(_bytes(v)),
     "list": _items,
-    "tuple": lambda c, v, k: tuple(_items(c, v, k)),
-    "set": lambda c, v, k: set(_items(c, v, k)),
-    "frozenset": lambda c, v, k: frozenset(_items(c, v, k)),
-    "dict": lambda c, v, k: {c.decode(a, k): c.decode(b, f"{k}.{a}") for a, b in v},
-    "numpy": _decode_numpy,
+    "tuple": lambda c, v, k, d: tuple(_items(c, v, k, d)),
+    "set": lambda c, v, k, d: set(_items(c, v, k, d)),
+    "frozenset": lambda c, v, k, d: frozenset(_items(c, v, k, d)),
+    "dict": _decode_dict,
+    "numpy": lambda c, v, k, d: _decode_numpy(v),
     "namedtuple": _decode_namedtuple,
-    "enum": lambda c, v, k: c.decode_enum(v, k),
-    "dataclass": lambda c, v, k: c.decode_dataclass(v, k),
-    "pickle": lambda c, v, k: c.decode_pickle(v, k),
-    "torch.dtype": lambda c, v, k: _decode_torch("dtype", v),
-    "torch.Size": lambda c, v, k: _decode_torch("Size", v),
-    "torch.device": lambda c, v, k: _decode_torch("device", v),
+    "enum": lambda c, v, k, d: c.decode_enum(v, k),
+    "dataclass": lambda c, v, k, d: c.decode_dataclass(v, k, d),
+    "pickle": lambda c, v, k, d: c.decode_pickle(v, k),
+    "torch.dtype": lambda c, v, k, d: _decode_torch("dtype", v),
+    "torch.Size": lambda c, v, k, d: _decode_torch("Size", v),
+    "torch.device": lambda c, v, k, d: _decode_torch("device", v),
 }
 
 

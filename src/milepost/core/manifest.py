@@ -24,10 +24,13 @@ VERSION = 1
 TensorKind = Literal["tensor", "numpy", "bytes", "bytearray"]
 """What stands in the state: a tensor, a numpy array, or long bytes."""
 
-_NAME = re.compile(r"manifest-(\d{8})\.json")
-_SAVE_ID = re.compile(r"\d{8}-[0-9a-f]{8,32}")
+# Not \d, which means the digits of every script.
+_NAME = re.compile(r"manifest-([0-9]{8})\.json")
+_SAVE_ID = re.compile(r"[0-9]{8}-[0-9a-f]{8,32}")
 _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
+_NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
+_MESSAGE_LETTERS = 1000
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -147,12 +150,15 @@ def unseal(data: bytes) -> Manifest:
     body = data[:-_SEAL_BYTES]
     if not match or xxhash.xxh3_64(body).hexdigest().encode() != match[1]:
         raise ValueError("its checksum does not fit its content")
-    _check_version(body)
     try:
+        _check_version(body)
         manifest = msgspec.json.decode(body + b"}", type=Manifest)
+        check(manifest)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
-    check(manifest)
+    except ValueError as error:
+        # It may quote a number or a name of any length.
+        raise ValueError(str(error)[:_MESSAGE_LETTERS]) from None
     return manifest
 
 
@@ -181,7 +187,7 @@ def check(manifest: Manifest) -> None:
     for tensor in manifest.tensors:
         _check_tensor(tensor, manifest.layouts)
     for per_rank in manifest.per_rank:
-        unpack_ranks(per_rank.ranks)
+        _check_holders(unpack_ranks(per_rank.ranks), manifest.world)
     _check_files(manifest)
     _check_tree(manifest)
 
@@ -194,8 +200,12 @@ def _check_ranks(layout: Layout, world: int) -> None:
             holders = unpack_ranks(mesh.ranks)
         case Boxes(held=held):
             holders = tuple(rank for h in held for rank in h.holders)
-    if max(holders, default=0) >= world:
-        raise ValueError(f"a layout names rank {max(holders)} of {world}")
+    _check_holders(holders, world)
+
+
+def _check_holders(ranks: tuple[int, ...], world: int) -> None:
+    if max(ranks, default=0) >= world:
+        raise ValueError(f"it names rank {max(ranks)} of {world}")
 
 
 def _check_tensor(tensor: Tensor, layouts: tuple[Layout, ...]) -> None:
@@ -206,7 +216,18 @@ def _check_tensor(tensor: Tensor, layouts: tuple[Layout, ...]) -> None:
     if not 1 <= tensor.parts <= MAX_RANKS or tensor.turn < 0:
         raise ValueError(f"tensor {tensor.key[:80]!r} has {tensor.parts} parts and turn {tensor.turn}")
     check_shape(tensor.shape)
+    check_kind(tensor)
     layouts[tensor.layout].check(tensor.shape)
+
+
+def check_kind(tensor: Tensor) -> None:
+    """Refuse a tensor that claims to be what it cannot be: bytes of other numbers, an array that numpy has no type for."""
+    if tensor.kind in ("bytes", "bytearray"):
+        fits = tensor.dtype == "uint8" and len(tensor.shape) == 1
+    else:
+        fits = tensor.kind == "tensor" or not tensor.dtype.startswith(_NOT_IN_NUMPY)
+    if not fits:
+        raise ValueError(f"tensor {tensor.key[:80]!r} cannot be {tensor.kind} of {tensor.dtype}")
 
 
 def _check_files(manifest: Manifest) -> None:
@@ -224,15 +245,22 @@ def _check_files(manifest: Manifest) -> None:
 def _check_tree(manifest: Manifest) -> None:
     check_kinds(manifest.tree)
     grow(manifest.tree)
-    listed = {kind: [n.key for n in manifest.tree if n.kind == kind] for kind in LEAVES}
     tables = {
         "tensor": [t.key for t in manifest.tensors],
         "value": [v.key for v in manifest.values],
         "per_rank": [p.key for p in manifest.per_rank],
     }
-    for kind, keys in tables.items():
-        if len(set(keys)) != len(keys) or sorted(keys) != sorted(listed[kind]):
+    check_leaves(manifest.tree, tables)
+
+
+def check_leaves(tree: tuple[Node, ...], tables: dict[str, list[str]]) -> None:
+    """Refuse a tree whose leaves of each kind are not the keys of that kind's table, each once."""
+    for kind in LEAVES:
+        keys = tables.get(kind, [])
+        if len(set(keys)) != len(keys) or sorted(keys) != sorted(n.key for n in tree if n.kind == kind):
             raise ValueError(f"its tree and its table of {kind}s do not hold the same keys")
+    if any(node.key and node.kind not in LEAVES for node in tree):
+        raise ValueError("its tree gives a key to a container")
 
 
 def new_manifest(generation: int, save_id: str, created: str, writer: str, world: int, **content: Any) -> Manifest:

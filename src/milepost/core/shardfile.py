@@ -114,9 +114,12 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
         raise ValueError(f"a header cannot have {len(data)} bytes")
     if struct.unpack("<Q", data[:8])[0] != len(data) - 8:
         raise ValueError("the header's own length is not the one that the manifest names")
-    fields = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-    notes = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
-    entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in fields.items()}
+    try:
+        fields = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
+        notes = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
+        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in fields.items()}
+    except RecursionError:
+        raise ValueError("the header is nested too deeply") from None
     position = 0
     for name, entry in entries.items():
         _check_entry(name, entry, position)

@@ -109,6 +109,9 @@ def merge_layouts(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
             return merged
     boxes = Boxes(tuple(_spell_out(holders, shape)))
     boxes.check(shape)
+    absent = {rank for held in boxes.held for rank in held.holders} - set(ranks)
+    if absent:
+        raise ValueError(f"it names {show_ranks(absent)} as a holder, which did not save it")
     return boxes
 
 

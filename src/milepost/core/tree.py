@@ -4,7 +4,7 @@ The nodes stand in preorder, each with its depth, so the list needs no recursion
 A leaf's key is its path joined by dots; where two paths of one state would spell the same key, both are spelled exactly.
 """
 
-from collections import OrderedDict, defaultdict, namedtuple
+from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -70,11 +70,11 @@ class UnknownContainer(ValueError):
 def flatten(state: Any, rules: Rules) -> Flat:
     """Take `state` apart. Raises TooDeep for a state that contains itself, and UnknownContainer."""
     found = list(_walk(state, rules, (), None, 0))
-    keys = _keys([path for path, node, _ in found if node.kind in LEAVES])
+    keys = iter(_keys([path for path, node, _ in found if node.kind in LEAVES]))
     nodes, leaves, paths, kinds = [], {}, {}, {}
     for path, node, value in found:
         if node.kind in LEAVES:
-            key = keys[path]
+            key = next(keys)
             nodes.append(msgspec.structs.replace(node, key=key))
             leaves[key], paths[key], kinds[key] = value, path, node.kind
         else:
@@ -145,12 +145,17 @@ def exact_path(path: Path) -> str:
     return ".".join(parts)
 
 
-def _keys(paths: list[Path]) -> dict[Path, str]:
-    counts: dict[str, int] = {}
-    for path in paths:
-        text = show_path(path)
-        counts[text] = counts.get(text, 0) + 1
-    return {path: text if counts[text := show_path(path)] == 1 else exact_path(path) for path in paths}
+def _keys(paths: list[Path]) -> list[str]:
+    """A key for each path, all different: plain where that is clear, else spelled exactly."""
+    plain = [show_path(path) for path in paths]
+    counts = Counter(plain)
+    keys = [text if counts[text] == 1 else exact_path(path) for path, text in zip(paths, plain, strict=True)]
+    if len(set(keys)) != len(keys):
+        keys = [exact_path(path) for path in paths]
+    if len(set(keys)) != len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise UnknownContainer(f"{twice!r} stands for two keys that read the same; one of them")
+    return keys
 
 
 @dataclass(slots=True)
@@ -205,6 +210,10 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
     result = empty[kind]()
     for child in branch.children:
         key = decode(child.node.name)
+        try:
+            result[key] = None
+        except TypeError:
+            raise ValueError(f"{str(key)[:80]} cannot be the key of a dict") from None
         result[key] = build(child, decode, leaf, (*path, key))
     return result
 
