@@ -16,8 +16,8 @@ LAYERS = [
     ["core"],
     ["store", "comm"],
     ["values", "tensors", "state", "report"],
-    ["write", "read", "place", "commit", "replicas", "privates", "targets"],
-    ["saving", "loading", "checkpoint"],
+    ["write", "read", "place", "commit", "describing", "replicas", "privates", "targets"],
+    ["agreeing", "saving", "loading", "checkpoint"],
     ["api", "opening"],
     ["", "testing"],
 ]

@@ -140,8 +140,8 @@ def test_leftovers_are_not_a_checkpoint(tmp_path):
         milepost.open(tmp_path)
     with pytest.raises(milepost.CheckpointNotFound, match="Nothing was saved here"):
         milepost.open(tmp_path / "empty")
-    (tmp_path / "manifest-00000001.json").write_bytes(b"")
-    with pytest.raises(milepost.CheckpointDamaged, match="empty"):
+    (tmp_path / "manifest-00000001.json.claim").write_bytes(b"")
+    with pytest.raises(milepost.CheckpointNotFound, match="never finished"):
         milepost.open(tmp_path)
     milepost.save(state(2), tmp_path)
     assert read(tmp_path) == 2

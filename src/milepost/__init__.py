@@ -11,6 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 from milepost.checkpoint import Checkpoint, LazyTensor, Verification
+from milepost.core.agreement import Plans
 from milepost.errors import (
     AlreadyExists,
     CheckpointDamaged,
@@ -49,6 +50,7 @@ __all__ = [
     "LocalStore",
     "MemoryStore",
     "PerRank",
+    "Plans",
     "RanksDisagree",
     "RanksMissing",
     "Receipt",

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from milepost.comm import Comm
 from milepost.comm.distributed import ranks_of
+from milepost.core.agreement import Plans
 from milepost.errors import InvalidRequest
 from milepost.loading import LoadOptions, explain_state, load_state
 from milepost.report import Report
@@ -31,6 +32,7 @@ def save(
     reduce_partial: bool = False,
     types: Iterable[type] = (),
     allow_pickle: bool = False,
+    plans: Plans | None = None,
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Receipt:
@@ -45,13 +47,15 @@ def save(
     lowest rank's. `compare_replicas=False` trusts that replicated tensors are equal, and saves hashing them.
     `reduce_partial`: sum DTensors with `Partial` placements instead of refusing them (a collective on their mesh).
     `types`: enum and dataclass types that occur in the state. `allow_pickle`: pickle what has no plain form.
-    `process_group`: the ranks that save together; by default all of the job.
+    `plans`: keep one `Plans()` for all saves of a job, and a save of a structure that was saved before needs no planning.
+    `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
     """
     if on_difference not in ("error", "warn"):
         raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
     options = SaveOptions(
         metadata=metadata or {},
         codec=Codec(types, allow_pickle),
+        plans=plans if plans is not None else Plans(),
         overwrite=overwrite,
         on_difference=on_difference,
         compare_replicas=compare_replicas,

@@ -28,6 +28,7 @@ from milepost.errors import (
     UnsupportedFormat,
 )
 from milepost.store import Store
+from milepost.store.base import CLAIM
 
 _log = logging.getLogger("milepost")
 _TRIES = 20
@@ -40,44 +41,34 @@ def generations(store: Store) -> list[int]:
 
 
 def aim(store: Store) -> tuple[int, str]:
-    """The generation that a save should aim at, and a name for the attempt."""
-    newest = next(iter(generations(store)), 0)
+    """The generation that a save should aim at, and a name for the attempt. Numbers that were only claimed are passed over."""
+    found = (generation_of(name.removesuffix(CLAIM)) for name in store.list("manifest-"))
+    newest = max((number for number in found if number is not None), default=0)
     return newest + 1, make_save_id(newest + 1, secrets.token_hex(8))
 
 
 def exists(store: Store) -> bool:
     """Whether there is a committed checkpoint."""
-    return any(_read(store, number) for number in generations(store))
+    return bool(generations(store))
 
 
 def find(store: Store) -> tuple[int, bytes]:
-    """The newest generation and the bytes of its manifest. Raises CheckpointNotFound.
-
-    An empty manifest is one that was claimed and never committed (see `LocalStore`): it is passed over.
-    """
+    """The newest generation and the bytes of its manifest. Raises CheckpointNotFound."""
     for _ in range(_TRIES):
-        numbers = generations(store)
-        for number in numbers:
-            data = _read(store, number)
-            if data:
-                return number, data
-            if data is None:
-                break  # swept while we looked: there is a newer one, so look again
-        else:
-            raise _nothing(store, numbers)
+        number = next(iter(generations(store)), None)
+        if number is None:
+            leftovers = next(iter(store.list("data/")), None)
+            hint = "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
+            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {hint}")
+        data = read_manifest(store, number)
+        if data is not None:
+            return number, data
+        # Swept while we looked: there is a newer one, so look again.
     raise CheckpointNotFound(f"{store.url} changes too fast to be read; is it being saved to in a loop?")
 
 
-def _nothing(store: Store, numbers: list[int]) -> CheckpointError:
-    if numbers:
-        names = ", ".join(manifest_name(n) for n in numbers)
-        return CheckpointDamaged(f"{store.url}: {names} is empty, and there is no other manifest")
-    leftovers = next(iter(store.list("data/")), None)
-    hint = "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
-    return CheckpointNotFound(f"there is no checkpoint at {store.url}. {hint}")
-
-
-def _read(store: Store, generation: int) -> bytes | None:
+def read_manifest(store: Store, generation: int) -> bytes | None:
+    """The bytes of a manifest, or None if there is none."""
     try:
         reader = store.reader(manifest_name(generation))
     except FileNotFoundError:
@@ -133,8 +124,10 @@ def _dead(store: Store, manifest: Manifest) -> list[str]:
     names = []
     for name in store.list("manifest-"):
         number = generation_of(name)
-        temporary = name.endswith(".tmp") and generation_of(name.split(".json")[0] + ".json")
-        if (number is not None and number < manifest.generation) or (temporary and temporary <= manifest.generation):
+        helper = generation_of(name.split(".json")[0] + ".json") if number is None else None
+        if (number is not None and number < manifest.generation) or (
+            helper or manifest.generation + 1
+        ) <= manifest.generation:
             names.append(name)
     for name in store.list("data/"):
         save_id = name.split("/")[1]

@@ -5,13 +5,15 @@ from typing import Any
 
 import msgspec
 import torch
+import xxhash
 
-from milepost.comm import Comm, together
-from milepost.commit import find, parse
+from milepost.comm import Comm, Phase, together, told
+from milepost.commit import find, parse, read_manifest
+from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Path, restore
-from milepost.errors import CheckpointError, InvalidState, StateMismatch
+from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, StateMismatch
 from milepost.place import place_all
 from milepost.privates import read_private_values
 from milepost.read import Files
@@ -22,7 +24,8 @@ from milepost.targets import LongBytes, Matcher, Target, allocate, check_world, 
 from milepost.tensors import Describer
 from milepost.values import Codec
 
-_LEAD = 0
+_SMALL = 64 * KIB
+"""Manifests up to this size travel with the announcement: one read instead of one for each rank."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +41,9 @@ class LoadOptions:
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
     """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
-    where = f"loading {store.url}"
-    manifest = open_together(store, comm, where)
-    target, report = match_together(state, manifest, store, comm, options, where)
-    permissions = (options.allow_missing, options.allow_unexpected, options.convert_dtype)
-    if not report.fits(*permissions):
-        problems = "\n".join(report.problems(*permissions))
-        raise StateMismatch(f"the checkpoint at {store.url} does not fit the state:\n{problems}")
-    files = Files(store, manifest)
+    manifest, opened = _open(store, comm, "loading")
+    target = _match(state, manifest, store, comm, options, opened)
+    files = Files(store, target.manifest)
     applied: list[Any] = []
 
     def read() -> bytes:
@@ -59,45 +57,90 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         return b""
 
     try:
-        together(comm, f"{where}: reading", read)
+        together(comm, Phase("loading", store.url, "reading"), read)
     finally:
         files.close()
-    together(comm, f"{where}: applying", apply)
+    together(comm, Phase("loading", store.url, "applying"), apply)
     return applied[0]
 
 
 def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Report:
     """The report that a load would act on, on every rank. Reads the manifest and nothing else; changes nothing."""
-    where = f"explaining {store.url}"
-    manifest = open_together(store, comm, where)
-    return match_together(state, manifest, store, comm, options, where)[1]
-
-
-def open_together(store: Store, comm: Comm, where: str) -> Manifest:
-    """The newest manifest, read by the lead and checked by all: every rank loads the same generation."""
+    manifest, trouble = _open(store, comm, "explaining")
 
     def look() -> bytes:
-        return msgspec.msgpack.encode(find(store)) if comm.rank == _LEAD else b""
+        return msgspec.msgpack.encode(_matched(state, _checked(manifest, trouble), comm, options).found)
 
-    packed = together(comm, f"{where}: opening", look)[_LEAD]
-    generation, data = msgspec.msgpack.decode(packed, type=tuple[int, bytes])
-    return parse(store.url, generation, data)
+    def merge(packed: list[bytes]) -> bytes:
+        assert manifest is not None
+        return msgspec.msgpack.encode(_merged(store, manifest, packed))
+
+    answer = together(comm, Phase("explaining", store.url, "matching"), look, merge)
+    return msgspec.msgpack.decode(answer, type=Report)
 
 
-def match_together(
-    state: Any, manifest: Manifest, store: Store, comm: Comm, options: LoadOptions, where: str
-) -> tuple[Target, Report]:
-    """Match each rank's state with the manifest, and merge what all found."""
+def _open(store: Store, comm: Comm, action: str) -> tuple[Manifest | None, Exception | None]:
+    """The newest manifest: the lead finds it, and all ranks load that generation.
+
+    Small ones travel with the announcement, larger ones are read by each rank. What goes wrong here on one rank is
+    told at the next meeting.
+    """
+
+    def look() -> bytes:
+        generation, data = find(store)
+        return msgspec.msgpack.encode((generation, xxhash.xxh3_64_digest(data), data if len(data) <= _SMALL else b""))
+
+    packed = told(comm, Phase(action, store.url, "opening"), look)
+    generation, digest, data = msgspec.msgpack.decode(packed, type=tuple[int, bytes, bytes])
+    try:
+        data = data or read_manifest(store, generation) or b""
+        if xxhash.xxh3_64_digest(data) != digest:
+            raise CheckpointDamaged(
+                f"{store.url}: rank {comm.rank} does not find the manifest of generation {generation} that rank "
+                f"{comm.lead} found. Was it replaced meanwhile, or do the ranks see different places?"
+            )
+        return parse(store.url, generation, data), None
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        return None, error
+
+
+def _checked(manifest: Manifest | None, trouble: Exception | None) -> Manifest:
+    if manifest is None:
+        raise trouble or AssertionError
+    return manifest
+
+
+def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -> Target:
+    return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
+
+
+def _merged(store: Store, manifest: Manifest, packed: list[bytes]) -> Report:
+    found = [msgspec.msgpack.decode(data, type=Found) for data in packed]
+    return merge_reports(store.url, keys_of(manifest), found)
+
+
+def _match(
+    state: Any, manifest: Manifest | None, store: Store, comm: Comm, options: LoadOptions, trouble: Exception | None
+) -> Target:
+    """Match each rank's state with the manifest. Raises StateMismatch, with all differences on all ranks, on every rank."""
     kept: list[Target] = []
 
     def match() -> bytes:
-        matcher = Matcher(manifest, options.codec, Describer(comm), options.convert_dtype)
-        kept.append(matcher.match(state))
+        kept.append(_matched(state, _checked(manifest, trouble), comm, options))
         return msgspec.msgpack.encode(kept[0].found)
 
-    packed = together(comm, f"{where}: matching", match)
-    found = [msgspec.msgpack.decode(data, type=Found) for data in packed]
-    return kept[0], merge_reports(store.url, keys_of(manifest), found)
+    def judge(packed: list[bytes]) -> bytes:
+        assert manifest is not None
+        report = _merged(store, manifest, packed)
+        permissions = (options.allow_missing, options.allow_unexpected, options.convert_dtype)
+        return b"" if report.fits(*permissions) else "\n".join(report.problems(*permissions)).encode()
+
+    problems = together(comm, Phase("loading", store.url, "matching"), match, judge)
+    if problems:
+        raise StateMismatch(f"the checkpoint at {store.url} does not fit the state:\n{problems.decode()}")
+    return kept[0]
 
 
 def _read_values(target: Target, files: Files, comm: Comm, codec: Codec) -> None:

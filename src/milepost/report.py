@@ -126,7 +126,10 @@ def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
     for rank, one in enumerate(found):
         for key in one.missing:
             missing.setdefault(key, []).append(rank)
-    unexpected = tuple(key for i, key in enumerate(keys) if not any(f.wanted[i // 8] >> (i % 8) & 1 for f in found))
+    wanted = 0
+    for one in found:
+        wanted |= int.from_bytes(one.wanted, "little")
+    unexpected = tuple(key for i, key in enumerate(keys) if not wanted >> i & 1)
     shapes: dict[str, tuple[Shape, Shape]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     kinds: dict[str, str] = {}

@@ -1,4 +1,9 @@
-"""The save pipeline: describe, agree, write, commit. Every rank runs it; each step ends with all ranks or with one error."""
+"""The save pipeline: describe, agree, write, commit. Every rank runs it; each step ends with all ranks or with one error.
+
+In the steady state (the same structure as in an earlier save with the same `Plans`) the ranks meet once: the lead
+announces the goal, every rank writes by the plan that it has, and the results say by which agreement. If a rank's
+structure changed, nothing is committed; the ranks agree anew and write again.
+"""
 
 import logging
 import warnings
@@ -8,28 +13,27 @@ from datetime import UTC, datetime
 from typing import Any, Literal
 
 import msgspec
-import torch
 
-from milepost.comm import Comm, together
+from milepost.agreeing import agree
+from milepost.comm import Comm, Phase, together, told
 from milepost.commit import aim, exists, generations, publish, sweep
-from milepost.core.layout import Layout
-from milepost.core.manifest import Tensor, Value, new_manifest, shard_name
-from milepost.core.plan import share_out, written_by
-from milepost.core.private import Private
-from milepost.core.shardfile import PRIVATE, NewEntry, private_name
-from milepost.core.table import Merged, Table, TensorRow, merge_tables
-from milepost.core.tree import Flat
-from milepost.errors import CheckpointError, InvalidRequest, InvalidState, RanksDisagree, SaveConflict, StorageError
-from milepost.replicas import ReplicaCheck
-from milepost.state import PerRank, take_apart
+from milepost.core.agreement import Overview, Plan, Plans
+from milepost.core.manifest import ShardFile, Value, new_manifest, shard_name
+from milepost.core.plan import written_by
+from milepost.core.ranks import unpack_ranks
+from milepost.core.shardfile import NewEntry
+from milepost.core.table import merge_values
+from milepost.describing import Described, describe
+from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, SaveConflict, StorageError
+from milepost.replicas import ReplicaCheck, compare
 from milepost.store import Store
-from milepost.tensors import Describer, LocalTensor, find_part
+from milepost.tensors import find_part
 from milepost.values import Codec
 from milepost.version import __version__
-from milepost.write import Entry, Written, write_shard
+from milepost.write import Entry, write_shard
 
 _log = logging.getLogger("milepost")
-_LEAD = 0
+_SHOWN = 50
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,10 +42,16 @@ class SaveOptions:
 
     metadata: Mapping[str, Any]
     codec: Codec
+    plans: Plans
     overwrite: bool = True
     on_difference: Literal["error", "warn"] = "error"
     compare_replicas: bool = True
     reduce_partial: bool = False
+
+    @property
+    def spread(self) -> bool:
+        """Whether replicas share the work; where they may differ, one of them must write all of a tensor."""
+        return self.on_difference == "error"
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -54,229 +64,270 @@ class Receipt(msgspec.Struct, frozen=True):
     data_bytes: int
 
 
-class _Hello(msgspec.Struct, frozen=True):
-    """What each rank says first: the digest of its table; the lead also says what the save aims at."""
+class _Goal(msgspec.Struct, frozen=True, array_like=True):
+    """What the lead announces: what the save aims at, and the agreement that it has for this structure, if any."""
 
-    digest: str
-    generation: int = 0
-    save_id: str = ""
-
-
-class _Result(msgspec.Struct, frozen=True):
-    written: Written
-    replicas: dict[str, str]
+    generation: int
+    save_id: str
+    agreement: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class Described:
-    """A rank's state, taken apart."""
+class _Result(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank brings after writing. `values` only from the lowest rank of each group of equal tables."""
 
-    table: Table
-    tensors: dict[str, LocalTensor]
-    private: list[Entry]
-    metadata: Any
+    agreement: bytes
+    values_digest: bytes
+    replicas: dict[bytes, bytes]
+    size_bytes: int = 0
+    header_bytes: int = 0
+    checksum: bytes = b""
+    data_bytes: int = 0
+    values: bytes = b""
+
+
+class _Answer(msgspec.Struct, frozen=True, array_like=True):
+    """What the lead decided: committed, or something to clear up first."""
+
+    committed: bool = False
+    data_bytes: int = 0
+    replan: bool = False
+    values_differ: bool = False
+    replicas_differ: tuple[bytes, ...] = ()
+
+    @property
+    def differ(self) -> bool:
+        return self.values_differ or bool(self.replicas_differ)
+
+
+class _Save:
+    """One save on one rank."""
+
+    def __init__(self, state: Any, store: Store, comm: Comm, options: SaveOptions) -> None:
+        self.state, self.store, self.comm, self.options = state, store, comm, options
+        self.warnings: list[str] = []
+        self._results: list[_Result] = []
+        self._everything: Overview
+
+    def phase(self, step: str) -> Phase:
+        return Phase("saving to", self.store.url, step)
+
+    def run(self) -> Receipt:
+        comm, plans = self.comm, self.options.plans
+        described, trouble = self._describe()
+        goal = msgspec.msgpack.decode(told(comm, self.phase("starting"), lambda: self._aim(described)), type=_Goal)
+        plan = None
+        if described is not None:
+            plan = plans.find(described.digest, comm.size, self.options.spread)
+        if not goal.agreement:
+            plan = self._agree(described, trouble)
+        elif plan is not None and plan.id != goal.agreement:
+            plan = None
+        answer = self._write(goal, described, plan, trouble)
+        if answer.replan:
+            self._discard(goal)
+            answer = self._write(goal, described, self._agree(described, trouble), trouble)
+        if comm.rank == comm.lead:
+            # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
+            for text in self.warnings:
+                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
+        return Receipt(self.store.url, goal.generation, goal.save_id, comm.size, answer.data_bytes)
+
+    def _describe(self) -> tuple[Described | None, Exception | None]:
+        """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
+        try:
+            options = self.options
+            return describe(self.state, self.comm, options.codec, options.metadata, options.reduce_partial), None
+        except Exception as error:
+            if self.comm.size == 1:
+                raise
+            return None, error
+
+    def _aim(self, described: Described | None) -> bytes:
+        if not self.options.overwrite and exists(self.store):
+            raise InvalidRequest(
+                f"there is a checkpoint at {self.store.url} already; pass overwrite=True to replace it"
+            )
+        generation, save_id = aim(self.store)
+        plans, plan = self.options.plans, None
+        if described is not None:
+            plan = plans.find(described.digest, self.comm.size, self.options.spread)
+        known = plan is not None and plans.overview(plan.id) is not None
+        return msgspec.msgpack.encode(_Goal(generation, save_id, plan.id if plan and known else b""))
+
+    def _agree(self, described: Described | None, trouble: Exception | None) -> Plan:
+        return agree(self.comm, self.phase, described, trouble, self.options.plans, self.options.spread)
+
+    def _write(self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: Exception | None) -> _Answer:
+        """Write, bring the results together, and commit on the lead. What is not committed is removed."""
+        check = ReplicaCheck(
+            plan, self.comm.rank, described.tensors if described else {}, self.options.compare_replicas
+        )
+
+        def work() -> bytes:
+            if trouble is not None:
+                raise trouble
+            if described is None or plan is None:
+                return msgspec.msgpack.encode(_Result(b"", b"", {}))
+            return self._write_shard(goal, described, plan, check)
+
+        def conclude(packed: list[bytes]) -> bytes:
+            assert described is not None
+            return msgspec.msgpack.encode(self._conclude(goal, described, plan, packed))
+
+        def commit(_: list[bytes]) -> bytes:
+            assert described is not None
+            return msgspec.msgpack.encode(self._commit(goal, described))
+
+        try:
+            packed = together(self.comm, self.phase("writing"), work, conclude)
+            answer = msgspec.msgpack.decode(packed, type=_Answer)
+            if answer.differ:
+                assert described is not None
+                self._tell_differences(described, check, answer)
+                packed = together(self.comm, self.phase("committing"), bytes, commit)
+                answer = msgspec.msgpack.decode(packed, type=_Answer)
+        except CheckpointError as error:
+            if self._failed_for_sure(error, goal):
+                self._discard(goal)
+            raise
+        return answer
+
+    def _write_shard(self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck) -> bytes:
+        entries = [
+            Entry(NewEntry(item.name, item.dtype, item.box.shape), find_part(described.tensors[tensor.key], item.box))
+            for tensor in plan.tensors
+            for item in written_by(tensor, plan.layouts[tensor.layout], self.comm.rank)
+        ]
+        try:
+            written = write_shard(self.store, goal.save_id, self.comm.rank, entries + described.private)
+        except (OSError, CheckpointError) as error:
+            raise self._explained(error, goal) from error
+        speaker = self.comm.rank == unpack_ranks(plan.group)[0]
+        file = written.file
+        return msgspec.msgpack.encode(
+            _Result(
+                plan.id,
+                described.table.values_digest(),
+                check.digests(),
+                file.size_bytes if file else 0,
+                file.header_bytes if file else 0,
+                bytes.fromhex(file.checksum) if file else b"",
+                written.data_bytes,
+                msgspec.json.encode(described.table.values) if speaker else b"",
+            )
+        )
+
+    def _explained(self, error: OSError | CheckpointError, goal: _Goal) -> CheckpointError:
+        # A job that committed this generation first may have swept our files away: say that, not "no such file".
+        if isinstance(error, FileNotFoundError) and next(iter(generations(self.store)), 0) >= goal.generation:
+            return SaveConflict(f"another job committed generation {goal.generation} of {self.store.url} first")
+        if isinstance(error, CheckpointError):
+            return error
+        return StorageError(f"cannot write to {self.store.url}: {error}", errno=error.errno)
+
+    def _conclude(self, goal: _Goal, described: Described, plan: Plan | None, packed: list[bytes]) -> _Answer:
+        """On the lead: look at all results, and commit if everything fits."""
+        results = [msgspec.msgpack.decode(data, type=_Result) for data in packed]
+        everything = self.options.plans.overview(plan.id) if plan else None
+        if plan is None or everything is None or any(result.agreement != plan.id for result in results):
+            return _Answer(replan=True)
+        self._results, self._everything = results, everything
+        drifted = compare([result.replicas for result in results])
+        if drifted or not _equal_values(results, everything):
+            return _Answer(values_differ=not _equal_values(results, everything), replicas_differ=tuple(drifted))
+        return self._commit(goal, described)
+
+    def _commit(self, goal: _Goal, described: Described) -> _Answer:
+        """On the lead: make the manifest and publish it."""
+        results, everything = self._results, self._everything
+        values = _values(results, everything)[0]
+        files = tuple(
+            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex())
+            for rank, r in enumerate(results)
+            if r.size_bytes
+        )
+        manifest = new_manifest(
+            goal.generation,
+            goal.save_id,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            f"milepost {__version__}",
+            self.comm.size,
+            metadata=described.metadata,
+            layouts=everything.layouts,
+            tensors=everything.tensors,
+            tree=everything.tree,
+            values=values,
+            per_rank=everything.per_rank,
+            files=files,
+        )
+        publish(self.store, manifest)
+        sweep(self.store, manifest)
+        return _Answer(True, sum(result.data_bytes for result in results))
+
+    def _tell_differences(self, described: Described, check: ReplicaCheck, answer: _Answer) -> None:
+        """Find out, with all ranks, which keys differ where. Raise, or keep it for a warning."""
+        texts: list[str] = []
+        if answer.values_differ:
+            own = msgspec.json.encode(described.table.values)
+            packed = together(self.comm, self.phase("comparing values"), lambda: own, _name_unequal)
+            texts.append(packed.decode())
+        if answer.replicas_differ:
+            texts.append(check.explain(self.comm, self.phase("comparing replicas"), set(answer.replicas_differ)))
+        if self.options.on_difference == "error":
+            raise RanksDisagree(
+                "\n".join(texts) + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
+                'on_difference="warn" to keep the lowest rank\'s.'
+            )
+        self.warnings.extend(texts)
+
+    def _failed_for_sure(self, error: CheckpointError, goal: _Goal) -> bool:
+        """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
+        if isinstance(error, (SaveConflict, RanksDisagree)):
+            return True
+        if self.comm.size > 1 and not error.failures:
+            return False  # the lead did not answer; it may still commit
+        return goal.generation not in generations(self.store)
+
+    def _discard(self, goal: _Goal) -> None:
+        try:
+            self.store.delete(shard_name(goal.save_id, self.comm.rank))
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error
+            )
+
+
+def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+    """The values of all groups, and a line for each key under which groups differ."""
+    return merge_values(
+        [
+            (unpack_ranks(group), msgspec.json.decode(results[unpack_ranks(group)[0]].values, type=tuple[Value, ...]))
+            for group in everything.groups
+        ]
+    )
+
+
+def _equal_values(results: list[_Result], everything: Overview) -> bool:
+    """Whether all ranks of each group have the values of its lowest, and groups agree where they share keys."""
+    alike = all(
+        results[rank].values_digest == results[unpack_ranks(group)[0]].values_digest
+        for group in everything.groups
+        for rank in unpack_ranks(group)
+    )
+    return alike and (len(everything.groups) == 1 or not _values(results, everything)[1])
+
+
+def _name_unequal(packed: list[bytes]) -> bytes:
+    """Which values differ, by key and ranks. Ranks with equal values are looked at once."""
+    versions: dict[bytes, list[int]] = {}
+    for rank, data in enumerate(packed):
+        versions.setdefault(data, []).append(rank)
+    groups = [(tuple(ranks), msgspec.json.decode(data, type=tuple[Value, ...])) for data, ranks in versions.items()]
+    lines = merge_values(groups)[1]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return ("values that should be equal on all ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])).encode()
 
 
 def save_state(state: Any, store: Store, comm: Comm, options: SaveOptions) -> Receipt:
     """Save `state` from all ranks of `comm`. Atomic and durable; raises the same error on every rank, leaving nothing."""
-    where = f"saving to {store.url}"
-    described, hello, merged = _agree(state, store, comm, options, where)
-    tensors, layouts = share_out(merged.tensors, merged.layouts, comm.size, spread=options.on_difference == "error")
-    check = ReplicaCheck(tensors, layouts, comm.rank, described.tensors, enabled=options.compare_replicas)
-
-    def write() -> bytes:
-        entries = _entries(tensors, layouts, comm.rank, described)
-        written = _write(store, hello, comm.rank, entries)
-        return msgspec.msgpack.encode(_Result(written, check.digests()))
-
-    try:
-        packed = together(comm, f"{where}: writing", write)
-        results = [msgspec.msgpack.decode(data, type=_Result) for data in packed]
-        drifted = check.compare(comm, [r.replicas for r in results], where)
-        if drifted and options.on_difference == "error":
-            raise RanksDisagree(
-                f"{drifted}\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
-                'on_difference="warn" to keep the lowest rank\'s.'
-            )
-    except BaseException:
-        _discard(store, hello.save_id, comm.rank)
-        raise
-
-    manifest = new_manifest(
-        hello.generation,
-        hello.save_id,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        f"milepost {__version__}",
-        comm.size,
-        metadata=described.metadata,
-        layouts=layouts,
-        tensors=tensors,
-        tree=merged.tree,
-        values=merged.values,
-        per_rank=merged.per_rank,
-        files=tuple(r.written.file for r in results if r.written.file is not None),
-    )
-
-    def commit() -> bytes:
-        if comm.rank == _LEAD:
-            publish(store, manifest)
-        return b""
-
-    try:
-        together(comm, f"{where}: committing", commit)
-    except CheckpointError as error:
-        if _failed_for_sure(error, store, hello, comm):
-            _discard(store, hello.save_id, comm.rank)
-        raise
-    if comm.rank == _LEAD:
-        sweep(store, manifest)
-        # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
-        for text in [_differing(merged)] * bool(merged.differing) + [drifted] * bool(drifted):
-            warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=3)
-    data_bytes = sum(r.written.data_bytes for r in results)
-    return Receipt(store.url, hello.generation, hello.save_id, comm.size, data_bytes)
-
-
-def _agree(state: Any, store: Store, comm: Comm, options: SaveOptions, where: str) -> tuple[Described, _Hello, Merged]:
-    """Describe the state on every rank and merge what differs. After this all ranks know the same."""
-    kept: list[Described] = []
-
-    def hello() -> bytes:
-        described = describe(state, comm, options)
-        kept.append(described)
-        generation, save_id = _aim(store, options) if comm.rank == _LEAD else (0, "")
-        return msgspec.msgpack.encode(_Hello(described.table.digest(), generation, save_id))
-
-    packed = together(comm, f"{where}: describing the state", hello)
-    hellos = [msgspec.msgpack.decode(data, type=_Hello) for data in packed]
-    groups: dict[str, list[int]] = {}
-    for rank, greeting in enumerate(hellos):
-        groups.setdefault(greeting.digest, []).append(rank)
-    table = kept[0].table
-    tables = [(tuple(range(comm.size)), table)]
-    if len(groups) > 1:
-        speakers = {ranks[0] for ranks in groups.values()}
-
-        def speak() -> bytes:
-            return msgspec.json.encode(table) if comm.rank in speakers else b""
-
-        spoken = together(comm, f"{where}: agreeing on the layout", speak)
-        tables = [(tuple(ranks), msgspec.json.decode(spoken[ranks[0]], type=Table)) for ranks in groups.values()]
-    merged = merge_tables(tables)
-    _refuse_problems(merged, options)
-    return kept[0], hellos[_LEAD], merged
-
-
-def _aim(store: Store, options: SaveOptions) -> tuple[int, str]:
-    if not options.overwrite and exists(store):
-        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
-    return aim(store)
-
-
-def describe(state: Any, comm: Comm, options: SaveOptions) -> Described:
-    """What this rank holds: its table, its tensors, and its private entries. Raises InvalidState, listing all problems."""
-    flat, _ = take_apart(state, options.codec)
-    describer = Describer(comm, options.reduce_partial)
-    tensors: dict[str, LocalTensor] = {}
-    values: list[Value] = []
-    problems: list[str] = []
-    for key, leaf in flat.leaves.items():
-        try:
-            if flat.kinds[key] == "tensor":
-                tensors[key] = describer.describe(leaf, key)
-            elif flat.kinds[key] == "value":
-                values.append(Value(key, options.codec.encode(leaf, key)))
-        except InvalidState as error:
-            problems.append(str(error))
-    private = _private_entries(flat, options.codec, describer, problems)
-    if problems:
-        raise InvalidState(
-            problems[0] if len(problems) == 1 else f"{len(problems)} problems:\n  " + "\n  ".join(problems[:50])
-        )
-    rows = tuple(TensorRow(k, t.dtype, t.shape, t.kind, t.layout) for k, t in tensors.items())
-    per_rank = tuple(key for key, kind in flat.kinds.items() if kind == "per_rank")
-    metadata = options.codec.encode(dict(options.metadata), "metadata")
-    return Described(Table(rows, flat.nodes, tuple(values), per_rank), tensors, private, metadata)
-
-
-def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: list[str]) -> list[Entry]:
-    """The rank-private values as entries of this rank's own file: a small record, and the tensors that it names."""
-    owned = {key: leaf.value for key, leaf in flat.leaves.items() if isinstance(leaf, PerRank)}
-    if not owned:
-        return []
-    inner, _ = take_apart(owned, codec)
-    entries, rows, values = [], [], []
-    for key, leaf in inner.leaves.items():
-        try:
-            if inner.kinds[key] == "per_rank":
-                raise InvalidState(f"{key!r}: a PerRank inside a PerRank has no meaning; leave the inner one out")
-            if inner.kinds[key] == "value":
-                values.append(Value(key, codec.encode(leaf, key)))
-                continue
-            local = describer.describe(leaf, key)
-            if local.layout is not None:
-                raise InvalidState(f"{key!r} is cut over ranks and cannot be rank-private; take it out of PerRank")
-            rows.append(Tensor(key, local.dtype, local.shape, 0, kind=local.kind))
-            if local.parts[0].box.elements:
-                entries.append(Entry(NewEntry(private_name(key), local.dtype, local.shape), local.parts[0].data))
-        except InvalidState as error:
-            problems.append(str(error))
-    record = msgspec.json.encode(Private(inner.nodes, tuple(values), tuple(rows)))
-    data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    return [*entries, Entry(NewEntry(PRIVATE, "uint8", (len(record),)), data)]
-
-
-def _refuse_problems(merged: Merged, options: SaveOptions) -> None:
-    if merged.problems:
-        raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-    if merged.differing and options.on_difference == "error":
-        raise RanksDisagree(
-            f"{_differing(merged)}\n"
-            'Wrap what belongs to a rank in PerRank, or pass on_difference="warn" to keep the lowest rank\'s.'
-        )
-
-
-def _differing(merged: Merged) -> str:
-    return "values that should be equal on all ranks are not:\n  " + "\n  ".join(merged.differing[:50])
-
-
-def _entries(tensors: tuple[Tensor, ...], layouts: tuple[Layout, ...], rank: int, described: Described) -> list[Entry]:
-    """The plan of this rank, with the memory behind each item."""
-    entries: list[Entry] = []
-    for tensor in tensors:
-        local = described.tensors.get(tensor.key)
-        if local is None:
-            continue
-        entries.extend(
-            Entry(NewEntry(item.name, item.dtype, item.box.shape), find_part(local, item.box))
-            for item in written_by(tensor, layouts[tensor.layout], rank)
-        )
-    return entries + described.private
-
-
-def _write(store: Store, hello: _Hello, rank: int, entries: list[Entry]) -> Written:
-    try:
-        return write_shard(store, hello.save_id, rank, entries)
-    except (OSError, CheckpointError) as error:
-        # A job that committed this generation first may have swept our files away: say that, not "no such file".
-        if isinstance(error, FileNotFoundError) and next(iter(generations(store)), 0) >= hello.generation:
-            raise SaveConflict(f"another job committed generation {hello.generation} of {store.url} first") from error
-        if isinstance(error, CheckpointError):
-            raise
-        raise StorageError(f"cannot write to {store.url}: {error}", errno=error.errno) from error
-
-
-def _failed_for_sure(error: CheckpointError, store: Store, hello: _Hello, comm: Comm) -> bool:
-    """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
-    if isinstance(error, SaveConflict):
-        return True
-    if comm.size > 1 and _LEAD not in error.failures:
-        return False  # the lead did not answer; it may still commit
-    return hello.generation not in generations(store)
-
-
-def _discard(store: Store, save_id: str, rank: int) -> None:
-    try:
-        store.delete(shard_name(save_id, rank))
-    except (OSError, CheckpointError) as error:
-        _log.warning("could not remove what an unfinished save left at %s; a later save will: %s", store.url, error)
+    return _Save(state, store, comm, options).run()

@@ -5,15 +5,41 @@ import threading
 import pytest
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard, Solo, together
+from milepost.comm import BoardComm, MemoryBoard, Phase, Solo, together, told
 from milepost.comm.base import Comm
 from milepost.testing import run_ranks
 
+MEETING = Phase("saving to", "somewhere", "meeting")
 
-def test_every_rank_gets_the_payloads_of_all_in_order():
+
+def phase(step):
+    return Phase("saving to", "somewhere", str(step))
+
+
+def test_the_lead_hears_all_in_order_and_every_rank_hears_the_lead():
     for world in (1, 2, 7, 64):
-        results = run_ranks(world, lambda comm: [comm.exchange(f"p{i}", bytes([comm.rank, i])) for i in range(3)])
-        assert results == [[[bytes([r, i]) for r in range(world)] for i in range(3)]] * world
+        results = run_ranks(
+            world, lambda comm: [comm.meet(phase(i), bytes([comm.rank, i]), b"|".join) for i in range(3)]
+        )
+        assert results == [[b"|".join(bytes([r, i]) for r in range(world)) for i in range(3)]] * world
+
+
+def test_any_rank_can_lead():
+    board = MemoryBoard()
+    heard = {}
+
+    def work(rank, lead):
+        comm = BoardComm(board, rank, 4, 10, lead=lead)
+        note = told(comm, phase("telling"), lambda: f"from {lead}".encode())
+        heard[rank] = note, together(comm, phase("meeting"), lambda: bytes([rank]), b"".join)
+
+    for lead in range(4):
+        threads = [threading.Thread(target=work, args=(r, lead)) for r in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert heard == dict.fromkeys(range(4), (f"from {lead}".encode(), bytes(range(4))))
 
 
 def test_the_board_does_not_fill_up():
@@ -22,7 +48,8 @@ def test_the_board_does_not_fill_up():
     def work(rank):
         comm = BoardComm(board, rank, 4, 10)
         for i in range(50):
-            comm.exchange(f"{i}", b"x" * 100)
+            comm.announce(phase("telling"), b"y" * 100 if rank == 0 else None)
+            comm.meet(phase(i), b"x" * 100, b"".join)
 
     threads = [threading.Thread(target=work, args=(r,)) for r in range(4)]
     for thread in threads:
@@ -38,7 +65,7 @@ def test_missing_ranks_are_named_by_all_others_and_a_late_one_is_told():
 
     def come(rank, timeout_s=0.3):
         try:
-            BoardComm(board, rank, 5, timeout_s).exchange("meeting", b"")
+            BoardComm(board, rank, 5, timeout_s).meet(MEETING, b"", b"".join)
         except milepost.RanksMissing as error:
             texts[rank] = str(error)
 
@@ -47,7 +74,7 @@ def test_missing_ranks_are_named_by_all_others_and_a_late_one_is_told():
         thread.start()
     for thread in threads:
         thread.join()
-    assert all("ranks 2, 4 did not come to 'meeting'" in texts[r] for r in (0, 1, 3))
+    assert all("ranks 2, 4 did not come to 'saving to somewhere: meeting'" in texts[r] for r in (0, 1, 3))
     come(4)
     assert "this rank came too late" in texts[4]
 
@@ -63,7 +90,7 @@ def run_pair(board):
 
     def come(rank):
         try:
-            BoardComm(board, rank, 3, 0.3).exchange("meeting", b"")
+            BoardComm(board, rank, 3, 0.3).meet(MEETING, b"", b"".join)
         except milepost.RanksMissing as error:
             errors.append(error)
 
@@ -77,8 +104,8 @@ def run_pair(board):
 
 def test_ranks_that_make_different_calls_are_told_so():
     def work(comm):
-        with pytest.raises(milepost.CheckpointError, match="do all ranks make the same calls"):
-            comm.exchange("saving" if comm.rank else "loading", b"")
+        with pytest.raises(milepost.CheckpointError, match="Do all ranks make the same calls"):
+            comm.meet(phase("saving" if comm.rank else "loading"), b"", b"".join)
 
     run_ranks(2, work)
 
@@ -91,7 +118,7 @@ def test_a_rank_that_leaves_tells_the_others_why_at_once():
             return b""
 
         try:
-            together(comm, "work", leave)
+            together(comm, MEETING, leave)
         except KeyboardInterrupt:
             return "left"
         except milepost.CheckpointError as error:
@@ -105,6 +132,56 @@ def test_a_rank_that_leaves_tells_the_others_why_at_once():
 
 def test_alone_nothing_is_exchanged():
     assert isinstance(Solo(), Comm)
-    assert together(Solo(), "work", lambda: b"x") == [b"x"]
-    with pytest.raises(ZeroDivisionError):
-        together(Solo(), "work", lambda: 1 / 0)
+    assert together(Solo(), MEETING, lambda: b"x", lambda all_of_us: all_of_us[0] * 2) == b"xx"
+    assert told(Solo(), MEETING, lambda: b"y") == b"y"
+    for call in (lambda: together(Solo(), MEETING, lambda: 1 / 0), lambda: told(Solo(), MEETING, lambda: 1 / 0)):
+        with pytest.raises(ZeroDivisionError):
+            call()
+
+
+def test_where_a_missing_rank_was_last_seen_is_told():
+    board = MemoryBoard()
+    texts = {}
+
+    def come(rank):
+        comm = BoardComm(board, rank, 3, 0.4)
+        try:
+            comm.announce(phase("starting"), b"" if rank == 0 else None)
+            if rank == 2:
+                return
+            comm.meet(phase("writing"), b"", b"".join)
+        except milepost.RanksMissing as error:
+            texts[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(r,)) for r in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(texts) == {0, 1}
+    assert all("rank 2 last seen at 'starting'" in text for text in texts.values())
+
+
+def test_a_decision_that_fails_on_the_lead_fails_on_all():
+    def work(comm):
+        def decide(payloads):
+            raise RuntimeError("no")
+
+        with pytest.raises(milepost.CheckpointError, match=r"rank 0: RuntimeError: no") as caught:
+            together(comm, MEETING, bytes, decide)
+        assert list(caught.value.failures) == [0]
+
+    run_ranks(3, work)
+
+
+def test_failures_of_a_thousand_ranks_travel_as_a_few():
+    def work(comm):
+        def fail():
+            raise RuntimeError("disk" if comm.rank % 2 else "memory")
+
+        with pytest.raises(milepost.CheckpointError, match=r"ranks 0, 2, 4") as caught:
+            together(comm, MEETING, fail)
+        assert len(caught.value.failures) == 200
+        assert len(str(caught.value)) < 1000
+
+    run_ranks(200, work)

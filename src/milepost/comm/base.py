@@ -1,6 +1,27 @@
 """The port for the ranks of a job."""
 
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable
+from typing import NamedTuple, Protocol, runtime_checkable
+
+import xxhash
+
+
+class Phase(NamedTuple):
+    """Where in which call a rank is: what it does, with which place, and the step of that."""
+
+    action: str
+    place: str
+    step: str
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.action} {self.place}: {self.step}"
+
+    @property
+    def wire(self) -> str:
+        """For the other ranks: short, and different for different calls."""
+        return f"{self.action}/{self.step}/{xxhash.xxh32_hexdigest(self.place.encode())}"
 
 
 @runtime_checkable
@@ -15,11 +36,21 @@ class Comm(Protocol):
     def size(self) -> int:
         """How many ranks there are."""
 
-    def exchange(self, phase: str, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all, in order of rank. Raises RanksMissing when the deadline passes."""
+    @property
+    def lead(self) -> int:
+        """The rank that collects and decides; any rank can be it."""
 
-    def post(self, phase: str, payload: bytes) -> None:
-        """Take part in an exchange without waiting for its result: for a rank that is about to leave."""
+    def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """Bring all payloads to the lead, in order of rank, and what it decides to everybody.
+
+        Raises RanksMissing on every rank when ranks have not come before the deadline.
+        """
+
+    def announce(self, phase: Phase, note: bytes | None) -> bytes:
+        """The lead's note, on every rank. Waits for the lead only; the others pass None."""
+
+    def leave(self, phase: Phase, payload: bytes) -> None:
+        """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
 
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
@@ -30,14 +61,20 @@ class Solo:
 
     rank = 0
     size = 1
+    lead = 0
 
-    def exchange(self, phase: str, payload: bytes) -> list[bytes]:
-        """The payload itself."""
+    def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """What is decided from the one payload."""
         del phase
-        return [payload]
+        return decide([payload])
 
-    def post(self, phase: str, payload: bytes) -> None:
-        """Nobody listens."""
+    def announce(self, phase: Phase, note: bytes | None) -> bytes:
+        """The note itself."""
+        del phase
+        return note or b""
+
+    def leave(self, phase: Phase, payload: bytes) -> None:
+        """Nobody waits."""
 
     def index_of(self, global_rank: int) -> int | None:
         """Rank 0 is the only one."""

@@ -1,61 +1,71 @@
 """Ranks that talk through a board: a key-value store that all of them reach.
 
-Every exchange has a number. Each rank pins its payload to the board; the lead collects them, and pins all of them as
-one note, which the others wait for. So a wait can always say who has not come: those whose note is missing. If the
-deadline passes, the lead pins that instead, and everybody raises the same error. A rank that comes later finds it and
-raises too, and the next exchange finds all ranks in step again.
+Every meeting has a number. Each rank pins its payload to the board; the lead collects them, decides, and pins the
+outcome, which the others wait for. So whoever waits can always say who has not come: those whose note is missing. If
+the deadline passes, the lead pins that instead, and everybody raises the same error. A rank that comes later finds it
+and raises too, and the next meeting finds all ranks in step again.
 
 The board is the store that the job was started with, not a process group: control traffic never meets training.
 """
 
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
 
+from milepost.comm.base import Phase
 from milepost.core.ranks import show_ranks
 from milepost.errors import CheckpointError, RanksMissing
 
-_LEAD = 0
 _GRACE_S = 10.0
-"""How much longer than the lead the others wait, so that its verdict reaches them first."""
+"""How much longer than the lead the others wait at most, so that its verdict reaches them first."""
+_REMEMBERED = 16
 
 
 class Board(Protocol):
     """Notes by name, seen by all ranks."""
 
     def pin(self, name: str, note: bytes) -> None:
-        """Put a note on the board."""
+        """Put a note on the board, in place of one that has the name already."""
 
-    def read(self, name: str, timeout_s: float) -> bytes | None:
-        """The note, as soon as it is there; None if it is not there in time."""
+    def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """These notes, as soon as all are there; None for those that are not there in time."""
 
-    def count(self, name: str) -> int:
-        """Add one to a counter and give its new value."""
+    def count(self, name: str, step: int = 1) -> int:
+        """Add to a counter (0 just looks) and give its value."""
 
     def remove(self, name: str) -> None:
         """Take a note off the board, if it is there."""
 
 
-class Note(msgspec.Struct, frozen=True):
-    """What the lead pins: all payloads, or the ranks that did not come."""
+class Outcome(msgspec.Struct, frozen=True, array_like=True):
+    """What the lead pins: its decision; or the ranks that did not come, and where each was last seen."""
 
-    phase: str
-    payloads: tuple[bytes, ...] = ()
-    missing: tuple[int, ...] = ()
+    wire: str
+    decision: bytes = b""
+    missing: dict[int, str] = {}
     waited_s: float = 0.0
+    odd: dict[int, str] = {}
 
 
 class BoardComm:
     """Ranks that talk through a board. `timeout_s` is the longest that any rank waits for the others."""
 
     def __init__(
-        self, board: Board, rank: int, size: int, timeout_s: float, index_of: Callable[[int], int | None] | None = None
+        self,
+        board: Board,
+        rank: int,
+        size: int,
+        timeout_s: float,
+        index_of: Callable[[int], int | None] | None = None,
+        lead: int = 0,
     ) -> None:
         self._board, self._rank, self._size, self._timeout_s = board, rank, size, timeout_s
-        self._index_of = index_of
+        self._index_of, self._lead = index_of, lead
+        self._phases: OrderedDict[int, Phase] = OrderedDict()
 
     @property
     def rank(self) -> int:
@@ -67,101 +77,137 @@ class BoardComm:
         """How many ranks there are."""
         return self._size
 
+    @property
+    def lead(self) -> int:
+        """The rank that collects and decides."""
+        return self._lead
+
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
         if self._index_of is not None:
             return self._index_of(global_rank)
         return global_rank if 0 <= global_rank < self._size else None
 
-    def post(self, phase: str, payload: bytes) -> None:
-        """Pin this rank's payload and leave."""
-        number = self._board.count(f"count/{self._rank}")
-        self._pin(number, phase, payload)
-        if self._rank == _LEAD:
-            # Nobody else collects: pin at once what is known, so that the others need not wait for the deadline.
-            note = Note(phase, payloads=(_pack(phase, payload),))
-            self._board.pin(f"{number}/all", msgspec.msgpack.encode(note))
-
-    def exchange(self, phase: str, payload: bytes) -> list[bytes]:
-        """Give every rank the payloads of all. Raises RanksMissing, naming ranks and phase, when the deadline passes."""
+    def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
+        """Bring all payloads to the lead and its decision to all. Raises RanksMissing, naming ranks and phases."""
         number = self._enter(phase)
-        self._pin(number, phase, payload)
-        if self._rank == _LEAD:
-            note = self._collect(number, phase)
-            self._conclude(number, note)
-        else:
-            note = self._await(number, phase)
-        if note.missing:
-            raise RanksMissing(_absent(note, self._rank))
-        payloads = []
-        for rank, packed in enumerate(note.payloads):
-            theirs, data = _unpack(packed)
-            if theirs != phase:
-                raise CheckpointError(
-                    f"rank {rank} is at {theirs!r} while rank {self._rank} is at {phase!r}; "
-                    "do all ranks make the same calls in the same order?"
-                )
-            payloads.append(data)
-        return payloads
+        if self._rank != self._lead:
+            self._board.pin(f"{number}/{self._rank}", _pack(phase, payload))
+            return self._heed(self._await(number, phase), phase)
+        outcome = self._collect(number, phase, payload, decide)
+        self._conclude(number, outcome)
+        return self._heed(outcome, phase)
 
-    def _enter(self, phase: str) -> int:
-        """The number of this exchange. A rank that left out an earlier call skips what the others gave up on."""
+    def announce(self, phase: Phase, note: bytes | None) -> bytes:
+        """The lead's note, on every rank."""
+        number = self._enter(phase)
+        if self._rank == self._lead:
+            self._board.pin(f"{number}/all", msgspec.msgpack.encode(Outcome(phase.wire, note or b"")))
+            return note or b""
+        return self._heed(self._await(number, phase, announced=True), phase)
+
+    def leave(self, phase: Phase, payload: bytes) -> None:
+        """Pin this rank's payload and do not wait. A lead that leaves decides alone: nobody else collects."""
+        number = self._board.count(f"count/{self._rank}")
+        if self._rank == self._lead:
+            # The notes of earlier meetings stay: others may not have read them yet.
+            self._board.pin(f"{number}/all", msgspec.msgpack.encode(Outcome(phase.wire, payload)))
+        else:
+            self._board.pin(f"{number}/{self._rank}", _pack(phase, payload))
+
+    def _enter(self, phase: Phase) -> int:
+        """The number of this meeting. A rank that left out an earlier call skips what the others gave up on."""
         while True:
             number = self._board.count(f"count/{self._rank}")
-            early = self._board.read(f"{number}/all", 0.0)
-            if early is None or self._rank == _LEAD:
-                return number
-            note = msgspec.msgpack.decode(early, type=Note)
-            if self._rank not in note.missing or note.phase == phase:
-                return number
+            early = self._board.read([f"{number}/all"], 0.0)[0] if self._rank != self._lead else None
+            if early is None:
+                break
+            outcome = msgspec.msgpack.decode(early, type=Outcome)
+            if self._rank not in outcome.missing or outcome.wire == phase.wire:
+                break
+        self._phases[number] = phase
+        while len(self._phases) > _REMEMBERED:
+            self._phases.popitem(last=False)
+        return number
 
-    def _pin(self, number: int, phase: str, payload: bytes) -> None:
-        self._board.pin(f"{number}/{self._rank}", _pack(phase, payload))
-
-    def _collect(self, number: int, phase: str) -> Note:
-        deadline = time.monotonic() + self._timeout_s
-        payloads: list[bytes | None] = []
-        for rank in range(self._size):
-            left = max(deadline - time.monotonic(), 0.0)
-            payloads.append(self._board.read(f"{number}/{rank}", left))
-        missing = tuple(rank for rank, payload in enumerate(payloads) if payload is None)
+    def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
+        others = [rank for rank in range(self._size) if rank != self._lead]
+        notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self._timeout_s), strict=True))
+        missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
-            return Note(phase, missing=missing, waited_s=self._timeout_s)
-        return Note(phase, payloads=tuple(p for p in payloads if p is not None))
+            return Outcome(phase.wire, missing=missing, waited_s=self._timeout_s)
+        payloads, odd = [], {}
+        for rank in range(self._size):
+            wire, data = _unpack(notes[rank]) if rank != self._lead else (phase.wire, payload)  # type: ignore[arg-type]
+            payloads.append(data)
+            if wire != phase.wire:
+                odd[rank] = wire
+        return Outcome(phase.wire, odd=odd) if odd else Outcome(phase.wire, decide(payloads))
 
-    def _conclude(self, number: int, note: Note) -> None:
-        self._board.pin(f"{number}/all", msgspec.msgpack.encode(note))
-        if note.missing:
+    def _last_seen(self, rank: int) -> str:
+        """The step in which a rank last took part, as far as this call goes."""
+        seen = self._phases.get(self._board.count(f"count/{rank}", 0))
+        return seen.step if seen else ""
+
+    def _conclude(self, number: int, outcome: Outcome) -> None:
+        packed = msgspec.msgpack.encode(outcome)
+        self._board.pin(f"{number}/all", packed)
+        if outcome.missing:
+            # Also over what was announced in this call, so that a rank that comes later does not take part alone.
+            for earlier in self._phases:
+                if earlier < number and self._board.read([f"{earlier}/all"], 0.0)[0] is not None:
+                    self._board.pin(f"{earlier}/all", packed)
             return
-        # Every rank has pinned this number, so it has read the one before: those notes are done with.
-        self._board.remove(f"{number - 1}/all")
+        # Every rank has pinned this number, so it has read those before: their notes are done with.
+        for old in (number - 1, number - 2):
+            self._board.remove(f"{old}/all")
         for rank in range(self._size):
             self._board.remove(f"{number}/{rank}")
 
-    def _await(self, number: int, phase: str) -> Note:
+    def _await(self, number: int, phase: Phase, announced: bool = False) -> Outcome:
         waited = self._timeout_s + min(_GRACE_S, self._timeout_s)
-        found = self._board.read(f"{number}/all", waited)
+        found = self._board.read([f"{number}/all"], waited)[0]
         if found is not None:
-            return msgspec.msgpack.decode(found, type=Note)
-        # The lead itself is gone: say who else had come.
-        there = [r for r in range(self._size) if self._board.read(f"{number}/{r}", 0.0) is not None]
-        missing = tuple(r for r in range(self._size) if r not in there) or (_LEAD,)
-        return Note(phase, missing=missing, waited_s=waited)
+            return msgspec.msgpack.decode(found, type=Outcome)
+        # The lead itself is gone: say who else has not come, where others had to.
+        others = [rank for rank in range(self._size) if rank not in (self._rank, self._lead) and not announced]
+        notes = self._board.read([f"{number}/{r}" for r in others], 0.0)
+        missing = [self._lead, *(r for r, note in zip(others, notes, strict=True) if note is None)]
+        return Outcome(phase.wire, missing={r: self._last_seen(r) for r in missing}, waited_s=waited)
+
+    def _heed(self, outcome: Outcome, phase: Phase) -> bytes:
+        if outcome.missing:
+            raise RanksMissing(_absent(outcome, phase, self._rank))
+        if outcome.odd or outcome.wire != phase.wire:
+            odd = outcome.odd or {self._lead: outcome.wire}
+            there = ", ".join(f"rank {r} is at {wire!r}" for r, wire in list(odd.items())[:5])
+            raise CheckpointError(
+                f"{phase.text}: {there}, but rank {self._lead} is at {outcome.wire!r} and rank {self._rank} at "
+                f"{phase.wire!r}. Do all ranks make the same calls, in the same order, for the same place?"
+            )
+        return outcome.decision
 
 
-def _pack(phase: str, payload: bytes) -> bytes:
-    return msgspec.msgpack.encode((phase, payload))
+def _pack(phase: Phase, payload: bytes) -> bytes:
+    return msgspec.msgpack.encode((phase.wire, payload))
 
 
 def _unpack(packed: bytes) -> tuple[str, bytes]:
     return msgspec.msgpack.decode(packed, type=tuple[str, bytes])
 
 
-def _absent(note: Note, me: int) -> str:
-    late = " (this rank came too late)" if me in note.missing else ""
+def _absent(outcome: Outcome, phase: Phase, me: int) -> str:
+    late = " (this rank came too late)" if me in outcome.missing else ""
+    groups: dict[str, list[int]] = {}
+    for rank, step in outcome.missing.items():
+        groups.setdefault(step, []).append(rank)
+    seen = "; ".join(
+        f"{show_ranks(ranks)} {'last seen at ' + repr(step) if step else 'not seen in this call'}"
+        for step, ranks in groups.items()
+    )
     return (
-        f"{show_ranks(note.missing)} did not come to {note.phase!r} within {note.waited_s:.0f} s{late}. "
-        "Nothing was committed. Look at the logs of those ranks; raise `timeout_s` if they are only slow."
+        f"{show_ranks(outcome.missing)} did not come to {phase.text!r} within {outcome.waited_s:.0f} s{late}: {seen}. "
+        "Look at the logs of those ranks; raise `timeout_s` if they are only slow."
     )
 
 
@@ -172,23 +218,31 @@ class MemoryBoard:
         self._changed = threading.Condition()
         self._notes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
+        self.bytes_pinned = 0
+        self.bytes_read = 0
 
     def pin(self, name: str, note: bytes) -> None:
-        """Put a note on the board."""
+        """Put a note on the board, in place of one that has the name already."""
         with self._changed:
             self._notes[name] = note
+            self.bytes_pinned += len(note)
             self._changed.notify_all()
 
-    def read(self, name: str, timeout_s: float) -> bytes | None:
-        """The note, as soon as it is there; None if it is not there in time."""
+    def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """These notes, as soon as all are there; None for those that are not there in time."""
+        deadline = time.monotonic() + timeout_s
         with self._changed:
-            self._changed.wait_for(lambda: name in self._notes, timeout_s)
-            return self._notes.get(name)
+            for name in names:
+                while name not in self._notes and (wait := deadline - time.monotonic()) > 0:
+                    self._changed.wait(wait)
+            found = [self._notes.get(name) for name in names]
+            self.bytes_read += sum(len(note) for note in found if note is not None)
+            return found
 
-    def count(self, name: str) -> int:
-        """Add one to a counter and give its new value."""
+    def count(self, name: str, step: int = 1) -> int:
+        """Add to a counter (0 just looks) and give its value."""
         with self._changed:
-            self._counts[name] = self._counts.get(name, 0) + 1
+            self._counts[name] = self._counts.get(name, 0) + step
             return self._counts[name]
 
     def remove(self, name: str) -> None:

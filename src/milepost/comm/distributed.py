@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -13,37 +12,44 @@ from milepost.comm.base import Comm, Solo
 from milepost.comm.board import BoardComm
 from milepost.errors import InvalidRequest, RanksMissing
 
-_LOOK_EVERY_S = 0.5
+_FIRST_LOOK_S = 0.0005
 
 
 class TorchBoard:
     """A board over a c10d store, by a connection of its own where the store offers one."""
 
-    def __init__(self, store: Any) -> None:
+    def __init__(self, store: Any, size: int) -> None:
+        # All ranks of a large job look at one server: the more there are, the longer each may pause between looks.
+        self._slowest_look_s = min(0.02 + size / 10_000, 1.0)
         self._store = c10d.PrefixStore("milepost", store.clone() if hasattr(store, "clone") else store)
 
     def pin(self, name: str, note: bytes) -> None:
-        """Put a note on the board."""
+        """Put a note on the board, in place of one that has the name already."""
         with _reachable():
             self._store.set(name, note)  # type: ignore[arg-type]  # the stub says str; bytes are taken as they are
 
-    def read(self, name: str, timeout_s: float) -> bytes | None:
-        """The note, as soon as it is there; None if it is not there in time."""
-        deadline = time.monotonic() + timeout_s
+    def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """These notes, as soon as all are there; None for those that are not there in time."""
         with _reachable():
-            while not self._store.check([name]):
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    return None
-                # Short waits: a store whose connection is shared must not be held for long.
-                with contextlib.suppress(dist.DistStoreError):
-                    self._store.wait([name], timedelta(seconds=min(left, _LOOK_EVERY_S)))
-            return bytes(self._store.get(name))
+            if not names or self._appear(names, timeout_s):
+                return [bytes(note) for note in self._store.multi_get(names)] if names else []
+            return [bytes(self._store.get(name)) if self._store.check([name]) else None for name in names]
 
-    def count(self, name: str) -> int:
-        """Add one to a counter and give its new value."""
+    def _appear(self, names: list[str], timeout_s: float) -> bool:
+        """Look again and again, ever more slowly: a wait inside the store could not be interrupted, and logs."""
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        while not self._store.check(names):
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            time.sleep(min(pause, left))
+            pause = min(pause * 1.5, self._slowest_look_s)
+        return True
+
+    def count(self, name: str, step: int = 1) -> int:
+        """Add to a counter (0 just looks) and give its value."""
         with _reachable():
-            return int(self._store.add(name, 1))
+            return int(self._store.add(name, step))
 
     def remove(self, name: str) -> None:
         """Take a note off the board, if it is there."""
@@ -76,7 +82,8 @@ def ranks_of(group: Any, timeout_s: float) -> Comm:
     if len(members) == 1:
         return _Alone(members[0])
     positions = {rank: i for i, rank in enumerate(members)}
-    return BoardComm(TorchBoard(group.get_group_store()), dist.get_rank(group), len(members), timeout_s, positions.get)
+    board = TorchBoard(group.get_group_store(), len(members))
+    return BoardComm(board, dist.get_rank(group), len(members), timeout_s, positions.get)
 
 
 class _Alone(Solo):

@@ -1,47 +1,105 @@
 """The one place where an error on one rank becomes the same error on all."""
 
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 
-from milepost.comm.base import Comm
-from milepost.core.ranks import show_ranks
+from milepost.comm.base import Comm, Phase
+from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.errors import ERRORS, CheckpointError, Failure
 
+_KINDS_SHOWN = 20
+_TRACEBACKS = 3
 
-class Outcome(msgspec.Struct, frozen=True):
-    """What a rank brings to an exchange: its payload, or what went wrong."""
+
+class Report(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank brings to a meeting: its payload, or what went wrong."""
 
     payload: bytes = b""
     failure: Failure | None = None
 
 
-def together(comm: Comm, phase: str, work: Callable[[], bytes]) -> list[bytes]:
-    """Run `work` on every rank and give each the results of all.
+class Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What the lead answers: its decision, or the failures; equal ones are told once, with the ranks that met them."""
 
-    If it fails on any rank, every rank raises a CheckpointError with the failures of all; where they are of one kind,
-    that kind. On the rank itself the original is its cause.
+    decision: bytes = b""
+    failures: tuple[tuple[str, Failure], ...] = ()
+
+
+def nothing(payloads: list[bytes]) -> bytes:
+    """The decision where all that counts is that every rank came, and well."""
+    del payloads
+    return b""
+
+
+def together(
+    comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = nothing
+) -> bytes:
+    """Run `work` on every rank, `decide` on the lead with the results of all, and give its answer to every rank.
+
+    If anything fails on any rank, every rank raises a CheckpointError with the failures of all; where they are of one
+    kind, that kind. On the rank itself the original is its cause.
     """
-    mine: Exception | None = None
+    met: list[BaseException] = []
     try:
-        outcome = Outcome(payload=work())
+        report = Report(payload=work())
     except Exception as error:
         if comm.size == 1:
             raise
-        mine = error
-        outcome = Outcome(failure=failure_of(error))
+        met.append(error)
+        report = Report(failure=failure_of(error))
     except BaseException as error:
         # Leaving (Ctrl-C, sys.exit): tell the others, do not wait for them.
-        comm.post(phase, msgspec.msgpack.encode(Outcome(failure=failure_of(error))))
+        comm.leave(phase, _parting(comm, failure_of(error)))
         raise
-    outcomes = [
-        msgspec.msgpack.decode(data, type=Outcome) for data in comm.exchange(phase, msgspec.msgpack.encode(outcome))
-    ]
-    failures = {rank: outcome.failure for rank, outcome in enumerate(outcomes) if outcome.failure is not None}
-    if failures:
-        raise combined(phase, failures, comm.rank) from mine
-    return [outcome.payload for outcome in outcomes]
+
+    def judge(packed: list[bytes]) -> bytes:
+        reports = [msgspec.msgpack.decode(data, type=Report) for data in packed]
+        failures = {rank: r.failure for rank, r in enumerate(reports) if r.failure is not None}
+        if failures:
+            return msgspec.msgpack.encode(Verdict(failures=_grouped(failures)))
+        try:
+            return msgspec.msgpack.encode(Verdict(decide([r.payload for r in reports])))
+        except BaseException as error:  # noqa: BLE001  # told to the others first, then raised below
+            met.append(error)
+            return msgspec.msgpack.encode(Verdict(failures=_grouped({comm.rank: failure_of(error)})))
+
+    answer = comm.meet(phase, msgspec.msgpack.encode(report), judge)
+    if met and (comm.size == 1 or not isinstance(met[0], Exception)):
+        raise met[0]
+    return _answered(phase, answer, comm, met[0] if met else None)
+
+
+def told(comm: Comm, phase: Phase, work: Callable[[], bytes]) -> bytes:
+    """Run `work` on the lead and give its result to every rank. Waits for nobody but the lead."""
+    if comm.rank != comm.lead:
+        return _answered(phase, comm.announce(phase, None), comm, None)
+    try:
+        verdict = Verdict(work())
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        verdict = Verdict(failures=_grouped({comm.rank: failure_of(error)}))
+        return _answered(phase, comm.announce(phase, msgspec.msgpack.encode(verdict)), comm, error)
+    except BaseException as error:
+        comm.leave(phase, _parting(comm, failure_of(error)))
+        raise
+    return _answered(phase, comm.announce(phase, msgspec.msgpack.encode(verdict)), comm, None)
+
+
+def _parting(comm: Comm, failure: Failure) -> bytes:
+    """What a rank that leaves says: to the lead a report, and as the lead a verdict."""
+    if comm.rank == comm.lead:
+        return msgspec.msgpack.encode(Verdict(failures=_grouped({comm.rank: failure})))
+    return msgspec.msgpack.encode(Report(failure=failure))
+
+
+def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | None) -> bytes:
+    verdict = msgspec.msgpack.decode(answer, type=Verdict)
+    if verdict.failures:
+        raise combined(phase, verdict.failures, comm.rank) from mine
+    return verdict.decision
 
 
 def failure_of(error: BaseException) -> Failure:
@@ -50,18 +108,28 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(type(error).__name__, str(error), trace[-8000:])
 
 
-def combined(phase: str, failures: dict[int, Failure], me: int) -> CheckpointError:
-    """One error for the failures of several ranks. Equal ones are told once."""
-    groups: dict[tuple[str, str], list[int]] = {}
+def _grouped(failures: Mapping[int, Failure]) -> tuple[tuple[str, Failure], ...]:
+    """Equal failures once, with their ranks; tracebacks of the first few only: the answer goes to every rank."""
+    groups: dict[tuple[str, str], tuple[Failure, list[int]]] = {}
     for rank, failure in failures.items():
-        groups.setdefault((failure.kind, failure.message), []).append(rank)
-    kinds = {failure.kind for failure in failures.values()}
-    kind = ERRORS.get(kinds.pop(), CheckpointError) if len(kinds) == 1 else CheckpointError
+        groups.setdefault((failure.kind, failure.message), (failure, []))[1].append(rank)
+    result = []
+    for i, (failure, ranks) in enumerate(groups.values()):
+        kept = failure if i < _TRACEBACKS else Failure(failure.kind, failure.message[:2000])
+        result.append((pack_ranks(sorted(ranks)), kept))
+    return tuple(result)
+
+
+def combined(phase: Phase, groups: tuple[tuple[str, Failure], ...], me: int) -> CheckpointError:
+    """One error for the failures of several ranks."""
+    failures = {rank: failure for ranks, failure in groups for rank in unpack_ranks(ranks)}
+    kinds = {failure.kind for _, failure in groups}
+    kind = ERRORS.get(next(iter(kinds)), CheckpointError) if len(kinds) == 1 else CheckpointError
     lines = []
-    for (name, message), ranks in list(groups.items())[:20]:
-        prefix = f"{show_ranks(ranks)}: "
-        lines.append(prefix + (message if kind is not CheckpointError else f"{name}: {message}"))
-    if len(groups) > 20:
-        lines.append(f"and {len(groups) - 20} more")
+    for ranks, failure in groups[:_KINDS_SHOWN]:
+        name = "" if kind is not CheckpointError else f"{failure.kind}: "
+        lines.append(f"{show_ranks(unpack_ranks(ranks))}: {name}{failure.message}")
+    if len(groups) > _KINDS_SHOWN:
+        lines.append(f"and {len(groups) - _KINDS_SHOWN} more")
     where = "here" if set(failures) == {me} else f"on {show_ranks(failures)}"
-    return kind(f"{phase} failed {where}.\n  " + "\n  ".join(lines), failures)
+    return kind(f"{phase.text} failed {where}.\n  " + "\n  ".join(lines), failures)

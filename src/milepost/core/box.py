@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from itertools import pairwise
 
 import msgspec
 
@@ -68,18 +67,27 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
 
     def split(self, parts: int) -> "tuple[Box, ...]":
-        """At most `parts` boxes of nearly equal size that tile this one; empty ones are left out.
+        """At most `parts` boxes of nearly equal size that tile this one; none for an empty box.
 
         Cuts the first dimension that is long enough, so that parts are contiguous where that is possible;
         else the longest.
         """
-        if parts <= 1 or self.elements <= 1:
-            return (self,) if self.elements else ()
-        dim = next((d for d, n in enumerate(self.shape) if n >= parts), self.shape.index(max(self.shape)))
+        return tuple(self.part(j, parts) for j in range(self.part_count(parts)))
+
+    def part_count(self, parts: int) -> int:
+        """How many boxes `split` gives."""
+        return min(max(parts, 1), max(self.shape, default=1)) if self.elements else 0
+
+    def part(self, j: int, parts: int) -> "Box":
+        """The j-th box that `split` gives."""
+        count = self.part_count(parts)
+        if count == 1:
+            return self
+        dim = next((d for d, n in enumerate(self.shape) if n >= parts), None)
+        dim = self.shape.index(max(self.shape)) if dim is None else dim
         length = self.shape[dim]
-        count = min(parts, length)
-        edges = [length * i // count for i in range(count + 1)]
-        return tuple(self.narrow(dim, a, b - a) for a, b in pairwise(edges) if b > a)
+        start, stop = length * j // count, length * (j + 1) // count
+        return self.narrow(dim, start, stop - start)
 
     def narrow(self, dim: int, start: int, length: int) -> "Box":
         """The part of the box that begins `start` behind its corner in dimension `dim` and is `length` long there."""

@@ -6,8 +6,9 @@ A layout does not depend on the tensor's shape, so a model of a thousand tensors
 * `Grid`: the ranks form a mesh; each mesh axis cuts one tensor dimension, or replicates.
 * `Boxes`: an explicit list, for cuts that follow no rule.
 
-All three answer the same two questions: which pieces does a rank hold (`pieces`), and who holds what overlaps a
-region (`overlapping`).
+All three answer the same questions: which pieces does a rank hold (`pieces`), who else holds them (`held_by`), and
+who holds what overlaps a region (`overlapping`). None of the answers takes time that grows with the number of ranks,
+except where the answer itself does.
 """
 
 import itertools
@@ -22,7 +23,7 @@ import numpy.typing as npt
 
 from milepost.core.box import Box, Shape
 from milepost.core.limits import MAX_BOXES, MAX_DIMS, MAX_RANKS, MAX_STRIDE
-from milepost.core.ranks import pack_ranks, unpack_ranks
+from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 
 Span = tuple[int, int]
 """The indices `start <= i < stop` of one dimension."""
@@ -65,9 +66,13 @@ class Whole(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
 
     def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
         """What `rank` holds of a tensor of this shape."""
-        if rank not in unpack_ranks(self.ranks):
+        if rank not in positions(self.ranks):
             return ()
         return (Piece(Box.whole(shape), (0,) * len(shape)),)
+
+    def held_by(self, shape: Shape, rank: int) -> tuple[Held, ...]:
+        """The boxes that `rank` holds, each with all its holders."""
+        return (Held(Box.whole(shape), self.ranks),) if rank in positions(self.ranks) else ()
 
     def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
         """The boxes that meet `region`, with their holders."""
@@ -107,7 +112,7 @@ class Mesh(msgspec.Struct, frozen=True):
 
     def coordinate(self, rank: int) -> Shape | None:
         """Where `rank` stands, or None if it is not in the mesh."""
-        index = _mesh_positions(self.ranks).get(rank)
+        index = positions(self.ranks).get(rank)
         if index is None:
             return None
         return tuple(int(i) for i in np.unravel_index(index, self.shape))
@@ -154,44 +159,53 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
     def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
         """What `rank` holds of a tensor of this shape; several pieces where a cut is strided, none where it is empty."""
         coordinate = self.mesh.coordinate(rank)
+        return () if coordinate is None else tuple(_pieces_of(self._spans(shape, coordinate)))
+
+    def _spans(self, shape: Shape, coordinate: Shape) -> list[tuple[Span, ...]]:
+        """The indices of each dimension that the rank at `coordinate` holds."""
+        axes: list[list[int]] = [[] for _ in shape]
+        for axis, cut in enumerate(self.cuts):
+            if cut is not None:
+                axes[cut.dim].append(axis)
+        return [
+            _spans_of(
+                length,
+                tuple((self.mesh.shape[a], cut.stride) for a in axes[dim] if (cut := self.cuts[a]) is not None),
+                tuple(coordinate[a] for a in axes[dim]),
+            )
+            for dim, length in enumerate(shape)
+        ]
+
+    def held_by(self, shape: Shape, rank: int) -> tuple[Held, ...]:
+        """The boxes that `rank` holds, each with all its holders: the ranks that differ only along copying axes."""
+        coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return ()
-        spans = []
-        for dim, length in enumerate(shape):
-            steps = self._steps(dim)
-            index = tuple(coordinate[axis] for axis in self._axes(dim))
-            spans.append(_spans_of(length, steps, index))
-        return tuple(_pieces_of(spans))
+        ranks = _copies(self.mesh, self.cuts, coordinate)
+        return tuple(Held(piece.box, ranks) for piece in self.pieces(shape, rank))
 
     def local_shape(self, shape: Shape, rank: int) -> Shape | None:
         """The shape of the rank's local tensor, or None if it is not in the mesh."""
         coordinate = self.mesh.coordinate(rank)
         if coordinate is None:
             return None
-        sizes = []
-        for dim, length in enumerate(shape):
-            index = tuple(coordinate[axis] for axis in self._axes(dim))
-            sizes.append(sum(b - a for a, b in _spans_of(length, self._steps(dim), index)))
-        return tuple(sizes)
+        return tuple(sum(b - a for a, b in spans) for spans in self._spans(shape, coordinate))
 
     def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
-        """The boxes that meet `region`, with their holders; found by bisection in each dimension."""
+        """The boxes that meet `region`, with their holders; found by arithmetic or bisection in each dimension."""
         if not region.elements:
             return
-        found = []
-        for dim, length in enumerate(shape):
-            table = _partition(length, self._steps(dim))
-            found.append(table.meeting(region.offset[dim], region.end[dim]))
-        ranks = self.mesh.array
+        found = [
+            _meeting(length, self._steps(dim), region.offset[dim], region.end[dim]) for dim, length in enumerate(shape)
+        ]
         axes = [self._axes(dim) for dim in range(len(shape))]
         for choice in itertools.product(*found):
-            where: list[int | slice] = [slice(None)] * len(self.cuts)
+            where = [0] * len(self.cuts)
             for dim, (_, index) in enumerate(choice):
                 for axis, i in zip(axes[dim], index, strict=True):
                     where[axis] = i
-            holders = ranks[tuple(where)].reshape(-1).tolist()
             box = Box(tuple(a for (a, _), _ in choice), tuple(b - a for (a, b), _ in choice))
-            yield Held(box, pack_ranks(holders))
+            yield Held(box, _copies(self.mesh, self.cuts, tuple(where)))
 
     def replicas(self) -> npt.NDArray[np.int64]:
         """One row for each group of ranks that hold the same boxes; a row's order is the order of its turns."""
@@ -227,9 +241,14 @@ class Boxes(msgspec.Struct, frozen=True, tag="boxes", tag_field="kind"):
         zero = (0,) * len(shape)
         return tuple(Piece(h.box, zero) for h in self.held if rank in h.holders)
 
+    def held_by(self, shape: Shape, rank: int) -> tuple[Held, ...]:
+        """The boxes that `rank` holds, each with all its holders."""
+        del shape  # the boxes themselves tell
+        return tuple(h for h in self.held if rank in h.holders)
+
     def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
         """The boxes that meet `region`, with their holders."""
-        del shape  # the boxes themselves tell
+        del shape
         return (h for h in self.held if h.box.intersect(region) is not None)
 
 
@@ -284,6 +303,24 @@ class _Partition(msgspec.Struct, frozen=True):
         first = max(bisect_right(self.starts, start) - 1, 0)
         last = bisect_right(self.starts, stop - 1)
         return tuple(s for s in self.spans[first:last] if s[0][1] > start)
+
+
+def _meeting(length: int, steps: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[Span, Shape], ...]:
+    """The spans of one dimension that meet start..stop, each with the mesh coordinates that hold it."""
+    if not steps:
+        return (((0, length), ()),)
+    if len(steps) > 1 or steps[0][1] > 1:
+        return _partition(length, steps).meeting(start, stop)
+    size = -(-length // steps[0][0])  # one plain cut: equal chunks
+    first, last = start // size, (stop - 1) // size
+    return tuple(((i * size, min((i + 1) * size, length)), (i,)) for i in range(first, last + 1))
+
+
+@lru_cache(maxsize=65536)
+def _copies(mesh: Mesh, cuts: tuple[Cut | None, ...], coordinate: Shape) -> str:
+    """The ranks that hold the same as the one at `coordinate`: all along the copying axes, as text."""
+    where = tuple(i if cut is not None else slice(None) for i, cut in zip(coordinate, cuts, strict=True))
+    return pack_ranks(np.atleast_1d(mesh.array[where]).reshape(-1).tolist())
 
 
 @lru_cache(maxsize=1024)
@@ -367,8 +404,3 @@ def _mesh_array(shape: Shape, ranks: str) -> npt.NDArray[np.int64]:
     array = np.asarray(unpack_ranks(ranks), dtype=np.int64).reshape(shape)
     array.flags.writeable = False
     return array
-
-
-@lru_cache(maxsize=256)
-def _mesh_positions(ranks: str) -> dict[int, int]:
-    return {rank: i for i, rank in enumerate(unpack_ranks(ranks))}

@@ -17,7 +17,7 @@ from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import check_block_bytes
-from milepost.core.tree import LEAVES, Node, check_kinds, grow
+from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow
 
 FORMAT = "milepost"
 VERSION = 1
@@ -31,6 +31,7 @@ _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
+_DICTS = ("dict", "OrderedDict", "defaultdict")
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -147,12 +148,13 @@ def unseal(data: bytes) -> Manifest:
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
     match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    body = data[:-_SEAL_BYTES]
+    body = memoryview(data)[:-_SEAL_BYTES]
     if not match or xxhash.xxh3_64(body).hexdigest().encode() != match[1]:
         raise ValueError("its checksum does not fit its content")
+    text = b"".join((body, b"}"))
     try:
-        _check_version(body)
-        manifest = msgspec.json.decode(body + b"}", type=Manifest)
+        _check_version(text)
+        manifest = _MANIFEST.decode(text)
         check(manifest)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -162,8 +164,8 @@ def unseal(data: bytes) -> Manifest:
     return manifest
 
 
-def _check_version(body: bytes) -> None:
-    head = msgspec.json.decode(body + b"}", type=_Head)
+def _check_version(text: bytes) -> None:
+    head = _HEAD.decode(text)
     if head.format != FORMAT:
         raise ValueError("it is not a manifest of Milepost")
     if head.version != VERSION:
@@ -173,6 +175,11 @@ def _check_version(body: bytes) -> None:
 class _Head(msgspec.Struct):
     format: str
     version: int
+
+
+# Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
+_MANIFEST = msgspec.json.Decoder(Manifest)
+_HEAD = msgspec.json.Decoder(_Head)
 
 
 def check(manifest: Manifest) -> None:
@@ -218,6 +225,19 @@ def _check_tensor(tensor: Tensor, layouts: tuple[Layout, ...]) -> None:
     check_shape(tensor.shape)
     check_kind(tensor)
     layouts[tensor.layout].check(tensor.shape)
+    if tensor.parts > 1 and tensor.parts > _copies(layouts[tensor.layout]):
+        raise ValueError(f"tensor {tensor.key[:80]!r} has more parts than ranks that hold a box of it")
+
+
+def _copies(layout: Layout) -> int:
+    """How many ranks hold one box, at most."""
+    match layout:
+        case Whole(ranks=ranks):
+            return len(unpack_ranks(ranks))
+        case Grid(mesh=mesh, cuts=cuts):
+            return math.prod(size for size, cut in zip(mesh.shape, cuts, strict=True) if cut is None)
+        case Boxes(held=held):
+            return max((len(h.holders) for h in held), default=1)
 
 
 def check_kind(tensor: Tensor) -> None:
@@ -244,13 +264,25 @@ def _check_files(manifest: Manifest) -> None:
 
 def _check_tree(manifest: Manifest) -> None:
     check_kinds(manifest.tree)
-    grow(manifest.tree)
+    check_names(grow(manifest.tree))
     tables = {
         "tensor": [t.key for t in manifest.tensors],
         "value": [v.key for v in manifest.values],
         "per_rank": [p.key for p in manifest.per_rank],
     }
     check_leaves(manifest.tree, tables)
+
+
+def check_names(root: Branch) -> None:
+    """Refuse a tree in which a dict names a child twice: one would hide the other."""
+    pending = [root]
+    while pending:
+        branch = pending.pop()
+        pending.extend(branch.children)
+        if branch.node.kind.partition(":")[0] in _DICTS:
+            names = [child.node.name for child in branch.children if isinstance(child.node.name, str)]
+            if len(set(names)) != len(names):
+                raise ValueError("its tree names a child of a dict twice")
 
 
 def check_leaves(tree: tuple[Node, ...], tables: dict[str, list[str]]) -> None:

@@ -12,11 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from milepost.core.box import Box, Shape
+from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.core.layout import Boxes, Held, Layout
+from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import MIN_PART_BYTES
 from milepost.core.manifest import Manifest, Tensor
+from milepost.core.ranks import positions
 from milepost.core.shardfile import entry_name
 from milepost.core.table import TensorRow
 
@@ -45,35 +46,63 @@ class ReadItem:
 def share_out(
     rows: Iterable[TensorRow], layouts: Mapping[str, Layout], world: int, spread: bool = True
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
-    """The manifest's tensors: for each the number of parts and whose turn it is, chosen so that all ranks write about the same.
+    """The manifest's tensors: for each the number of parts and whose turn it is, so that all ranks write about the same.
 
-    With `spread=False` the first holder of each box writes all of it.
+    With `spread=False` the first holder of each box writes all of it. Takes time in proportion to the tensors, and
+    looks at the ranks only once for each layout.
     """
-    load = np.zeros(world, dtype=np.int64)
-    index: dict[Layout, int] = {}
     order = list(rows)
-    shared: dict[str, tuple[int, int]] = {}
-    for row in sorted(order, key=lambda r: (-math.prod(r.shape) * DTYPES[r.dtype].size_bytes, r.key)):
-        layout = layouts[row.key]
-        index.setdefault(layout, len(index))
-        shared[row.key] = _take_turn(row, layout, load) if spread else (1, 0)
-    tensors = tuple(Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *shared[r.key], kind=r.kind) for r in order)
+    index: dict[Layout, int] = {}
+    for row in order:
+        index.setdefault(layouts[row.key], len(index))
+    turns = _take_turns(order, layouts, world) if spread else {}
+    tensors = tuple(
+        Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *turns.get(r.key, (1, 0)), kind=r.kind) for r in order
+    )
     return tensors, tuple(index)
 
 
-def _take_turn(row: TensorRow, layout: Layout, load: npt.NDArray[np.int64]) -> tuple[int, int]:
-    """Choose parts and turn for one tensor, and add what each rank writes of it to `load`."""
-    size_bytes = math.prod(row.shape) * DTYPES[row.dtype].size_bytes
-    if isinstance(layout, Boxes):
-        return _take_turn_boxes(layout, DTYPES[row.dtype].size_bytes, load)
-    groups = layout.replicas()
+def _take_turns(rows: list[TensorRow], layouts: Mapping[str, Layout], world: int) -> dict[str, tuple[int, int]]:
+    """(parts, turn) for each tensor."""
+    load = np.zeros(world, dtype=np.int64)
+    turns: dict[str, tuple[int, int]] = {}
+    by_layout: dict[Whole | Grid, list[TensorRow]] = {}
+    for row in sorted(rows, key=lambda r: r.key):
+        layout = layouts[row.key]
+        if isinstance(layout, Boxes):
+            turns[row.key] = _take_turn_boxes(layout, DTYPES[row.dtype].size_bytes, load)
+        else:
+            by_layout.setdefault(layout, []).append(row)
+    for layout, members in by_layout.items():
+        turns.update(_deal_out(layout.replicas(), members, load))
+    return turns
+
+
+def _deal_out(
+    groups: npt.NDArray[np.int64], rows: list[TensorRow], load: npt.NDArray[np.int64]
+) -> dict[str, tuple[int, int]]:
+    """(parts, turn) for the tensors of one layout: parts go round the replicas, the largest first.
+
+    Starts with the replica that has least to write so far, and adds what each writes to `load`. No two replicas end
+    further apart than the largest part.
+    """
     copies = groups.shape[1]
-    box_bytes = -(-size_bytes // groups.shape[0])
-    parts = min(copies, max(1, box_bytes // MIN_PART_BYTES))
-    turn = int(load[groups].sum(axis=0).argmin()) if parts < copies else 0
-    for j in range(parts):
-        load[groups[:, (turn + j) % copies]] += box_bytes // parts
-    return parts, turn
+    shares = []
+    for row in rows:
+        box_bytes = -(-math.prod(row.shape) * DTYPES[row.dtype].size_bytes // groups.shape[0])
+        parts = min(copies, max(1, box_bytes // MIN_PART_BYTES))
+        shares.append((box_bytes // parts, parts, row.key))
+    added = np.zeros(copies, dtype=np.int64)
+    turn = int(load[groups].sum(axis=0).argmin()) if copies > 1 else 0
+    turns = {}
+    for part_bytes, parts, key in sorted(shares, key=lambda share: (-share[0], share[2])):
+        turns[key] = (parts, turn)
+        first = min(parts, copies - turn)
+        added[turn : turn + first] += part_bytes
+        added[: parts - first] += part_bytes
+        turn = (turn + parts) % copies
+    load[groups] += added
+    return turns
 
 
 def _take_turn_boxes(layout: Boxes, item_bytes: int, load: npt.NDArray[np.int64]) -> tuple[int, int]:
@@ -89,17 +118,12 @@ def _take_turn_boxes(layout: Boxes, item_bytes: int, load: npt.NDArray[np.int64]
 
 def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[WriteItem]:
     """The entries of this tensor that `rank` writes."""
-    for piece in layout.pieces(tensor.shape, rank):
-        if not piece.box.elements:
-            continue
-        for held in _exactly(layout, tensor.shape, piece.box):
-            for part, writer in parts_of(tensor, held.box, held.holders):
-                if writer == rank:
-                    yield WriteItem(tensor.key, entry_name(tensor.key, part, tensor.shape), tensor.dtype, part)
-
-
-def _exactly(layout: Layout, shape: Shape, box: Box) -> Iterator[Held]:
-    return (held for held in layout.overlapping(shape, box) if held.box == box)
+    for held in layout.held_by(tensor.shape, rank):
+        place = positions(held.ranks)
+        count = held.box.part_count(tensor.parts)
+        for j in range((place[rank] - tensor.turn) % len(place), count, len(place)):
+            part = held.box.part(j, tensor.parts)
+            yield WriteItem(tensor.key, entry_name(tensor.key, part, tensor.shape), tensor.dtype, part)
 
 
 def parts_of(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[tuple[Box, int]]:

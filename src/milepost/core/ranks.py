@@ -32,6 +32,12 @@ def unpack_ranks(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
+@lru_cache(maxsize=256)
+def positions(text: str) -> dict[int, int]:
+    """Where each rank of the sequence stands in it."""
+    return {rank: i for i, rank in enumerate(unpack_ranks(text))}
+
+
 def show_ranks(ranks: Iterable[int]) -> str:
     """Ranks for a message: `rank 3`, or `ranks 0-3, 8`; long lists are cut."""
     ordered = sorted(set(ranks))

@@ -35,6 +35,10 @@ class Entry(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
+# Made here and not where it is used: msgspec crashes when two threads are the first to decode a type (0.22).
+_ENTRY = msgspec.json.Decoder(Entry)
+
+
 class NewEntry(msgspec.Struct, frozen=True):
     """An entry that is to be written: its name, element type (torch's name) and shape."""
 
@@ -117,7 +121,7 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
     try:
         fields = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
         notes = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
-        entries = {name: msgspec.json.decode(raw, type=Entry) for name, raw in fields.items()}
+        entries = {name: _ENTRY.decode(raw) for name, raw in fields.items()}
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     position = 0

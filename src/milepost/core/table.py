@@ -37,9 +37,14 @@ class Table(msgspec.Struct, frozen=True):
     values: tuple[Value, ...]
     per_rank: tuple[str, ...]
 
-    def digest(self) -> str:
-        """The same for equal tables, on every rank and machine."""
-        return str(xxhash.xxh3_128(msgspec.json.encode(self)).hexdigest())
+    def digest(self) -> bytes:
+        """The same for tables of equal structure (all but the values), on every rank and machine."""
+        structure = (self.tensors, self.tree, self.per_rank)
+        return xxhash.xxh3_128(msgspec.json.encode(structure)).digest()
+
+    def values_digest(self) -> bytes:
+        """The same for equal values."""
+        return xxhash.xxh3_64(msgspec.json.encode(self.values)).digest()
 
 
 @dataclass(frozen=True)
@@ -81,7 +86,7 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
                 problem = f"{key!r}: {error}"
         problems.extend([problem] if problem else [])
         rows.append(holders[0][1])
-    values, differing = _merge_values(tables)
+    values, differing = merge_values([(ranks, table.values) for ranks, table in tables])
     tree: tuple[Node, ...] = ()
     try:
         tree = merge_trees([table.tree for _, table in tables])
@@ -141,11 +146,14 @@ def _contradiction(key: str, holders: list[tuple[tuple[int, ...], TensorRow]]) -
     return f"{key!r} is " + ", but ".join(parts)
 
 
-def _merge_values(tables: list[tuple[tuple[int, ...], Table]]) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+def merge_values(
+    groups: list[tuple[tuple[int, ...], tuple[Value, ...]]],
+) -> tuple[tuple[Value, ...], tuple[str, ...]]:
+    """The values of all groups of ranks, the lowest rank's where they differ, and a line for each that differs."""
     chosen: dict[str, tuple[Value, bytes]] = {}
     versions: dict[str, dict[bytes, list[int]]] = {}
-    for ranks, table in sorted(tables, key=lambda item: min(item[0])):
-        for value in table.values:
+    for ranks, values in sorted(groups, key=lambda item: min(item[0])):
+        for value in values:
             spelled = msgspec.json.encode(value.value)
             chosen.setdefault(value.key, (value, spelled))
             versions.setdefault(value.key, {}).setdefault(spelled, []).extend(ranks)

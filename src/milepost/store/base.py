@@ -6,6 +6,8 @@ from typing import Protocol, runtime_checkable
 from milepost.errors import UnsafeCheckpoint
 
 Buffer = bytes | bytearray | memoryview
+CLAIM = ".claim"
+"""Behind a name: someone was about to create it, on a store that cannot create whole objects exclusively."""
 
 
 class Writer(Protocol):

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from milepost.errors import AlreadyExists, StorageError, UnsafeCheckpoint
-from milepost.store.base import Buffer, check_name
+from milepost.store.base import CLAIM, Buffer, check_name
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -60,13 +60,19 @@ class LocalStore:
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # No hard links here (some FUSE file systems): an empty file claims the name, and a rename fills it whole.
-            # Readers take an empty manifest for one that was never committed.
+            # No hard links here (some FUSE file systems): who creates the claim may rename. It stays behind if we die
+            # in between, and then this name is never used; `commit.aim` passes it over.
+            claim = path.with_name(path.name + CLAIM)
             try:
-                os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
             except FileExistsError:
                 raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-            os.rename(temporary, path)
+            try:
+                if path.exists():
+                    raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST)
+                os.rename(temporary, path)
+            finally:
+                os.unlink(claim)
 
     def writer(self, name: str) -> "LocalWriter":
         """Start a new object. Raises AlreadyExists if the name is taken."""
