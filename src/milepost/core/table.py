@@ -77,11 +77,12 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
         for row in table.tensors:
             held.setdefault(row.key, []).append((ranks, row))
     rows, layouts = [], {}
+    merger = _Merger()
     for key, holders in held.items():
         problem = _contradiction(key, holders) or ""
         if not problem:
             try:
-                layouts[key] = merge_layouts(holders)
+                layouts[key] = merger.merge(holders)
             except ValueError as error:
                 problem = f"{key!r}: {error}"
         problems.extend([problem] if problem else [])
@@ -98,23 +99,55 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
 
 def merge_layouts(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
     """The layout of one tensor on all ranks. Raises ValueError where boxes overlap, are missing, or a rank is absent."""
-    shape = holders[0][1].shape
+    return _Merger().merge(holders)
+
+
+class _Merger:
+    """Merges layouts. Tensors that are cut alike on the same ranks are looked at once: models have many of them."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[object, ...], Whole | Grid | None] = {}
+        self._fits: set[tuple[Grid, Shape]] = set()
+
+    def merge(self, holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
+        shape = holders[0][1].shape
+        # Tables of one merge hold the same tuples of ranks, so their identity stands for them.
+        alike = tuple((id(ranks), row.layout) for ranks, row in holders)
+        if alike not in self._known:
+            self._known[alike] = _by_rule(holders)
+        found = self._known[alike]
+        if found is None:
+            return _by_list(holders, shape)
+        if isinstance(found, Grid) and (found, shape) not in self._fits:
+            found.check(shape)
+            self._fits.add((found, shape))
+        return found
+
+
+def _by_rule(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Whole | Grid | None:
+    """The one whole or grid layout that the holders form, or None if they form none."""
     ranks = sorted(rank for group, _ in holders for rank in group)
     distinct = list(dict.fromkeys(row.layout for _, row in holders))
     if distinct == [None]:
         return Whole(pack_ranks(ranks))
     grids = [layout for layout in distinct if isinstance(layout, Grid)]
-    if len(grids) == len(distinct):
-        merged = grids[0] if len(grids) == 1 else stack(grids)
-        if merged is not None:
-            merged.check(shape)
-            absent = set(unpack_ranks(merged.mesh.ranks)) - set(ranks)
-            if absent:
-                raise ValueError(f"its mesh includes {show_ranks(absent)}, which did not save it")
-            return merged
+    if len(grids) != len(distinct):
+        return None
+    merged = grids[0] if len(grids) == 1 else stack(grids)
+    if merged is None:
+        return None
+    absent = set(unpack_ranks(merged.mesh.ranks)) - set(ranks)
+    if absent:
+        raise ValueError(f"its mesh includes {show_ranks(absent)}, which did not save it")
+    return merged
+
+
+def _by_list(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -> Boxes:
+    """An explicit list of all boxes and holders."""
     boxes = Boxes(tuple(_spell_out(holders, shape)))
     boxes.check(shape)
-    absent = {rank for held in boxes.held for rank in held.holders} - set(ranks)
+    ranks = {rank for group, _ in holders for rank in group}
+    absent = {rank for held in boxes.held for rank in held.holders} - ranks
     if absent:
         raise ValueError(f"it names {show_ranks(absent)} as a holder, which did not save it")
     return boxes
@@ -137,11 +170,12 @@ def _spell_out(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -
 
 
 def _contradiction(key: str, holders: list[tuple[tuple[int, ...], TensorRow]]) -> str | None:
+    first = holders[0][1]
+    if all((r.dtype, r.shape, r.kind) == (first.dtype, first.shape, first.kind) for _, r in holders[1:]):
+        return None
     seen: dict[tuple[str, Shape, str], list[int]] = {}
     for ranks, row in holders:
         seen.setdefault((row.dtype, row.shape, row.kind), []).extend(ranks)
-    if len(seen) == 1:
-        return None
     parts = [f"{kind} {dtype} {shape} on {show_ranks(ranks)}" for (dtype, shape, kind), ranks in seen.items()]
     return f"{key!r} is " + ", but ".join(parts)
 

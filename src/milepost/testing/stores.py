@@ -1,45 +1,12 @@
-"""For tests, yours and ours: ranks as threads, and stores that fail or die at a chosen call."""
+"""Stores that count their calls, and fail or die at a chosen one."""
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import TypeVar
 
-from milepost.comm import BoardComm, Comm, MemoryBoard
 from milepost.store import Reader, Store, Writer
 from milepost.store.base import Buffer
 
 T = TypeVar("T")
-
-__all__ = ["CountingStore", "Crash", "CrashingStore", "run_ranks"]
-
-
-def run_ranks(world: int, work: Callable[[Comm], T], timeout_s: float = 60.0) -> list[T]:
-    """Run `work(comm)` on `world` ranks that are threads of this process, and give their results in order.
-
-    Pass the comm to `save` and `load` as `process_group`. If ranks raise, the first rank's error is raised once all
-    have ended; the others are its notes.
-    """
-    board = MemoryBoard()
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run(rank: int) -> None:
-        try:
-            results[rank] = work(BoardComm(board, rank, world, timeout_s))
-        except BaseException as error:  # noqa: BLE001  # handed to the caller below
-            errors[rank] = error
-
-    threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(world)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        first = errors[min(errors)]
-        for rank, error in sorted(errors.items()):
-            first.add_note(f"rank {rank}: {type(error).__name__}: {error}")
-        raise first
-    return [results[rank] for rank in range(world)]
 
 
 class Crash(BaseException):

@@ -1,0 +1,23 @@
+"""For tests, yours and ours: ranks as threads, ranks that fail or stall, stores that die at a chosen call, and a simulator.
+
+The simulator answers "will my 512 -> 384 resume work, and what will it read?" in one process, without data.
+"""
+
+from milepost.core.table import TensorRow
+from milepost.testing.ranks import TroubledComm, run_ranks
+from milepost.testing.simulate import SimulatedLoad, SimulatedSave, on_mesh, simulate_load, simulate_save
+from milepost.testing.stores import CountingStore, Crash, CrashingStore
+
+__all__ = [
+    "CountingStore",
+    "Crash",
+    "CrashingStore",
+    "SimulatedLoad",
+    "SimulatedSave",
+    "TensorRow",
+    "TroubledComm",
+    "on_mesh",
+    "run_ranks",
+    "simulate_load",
+    "simulate_save",
+]

@@ -1,0 +1,166 @@
+"""The simulator: plan a save by W ranks and a load by V others, in one process, without torch, tensors or data.
+
+It runs the very functions that a real save and load run, and says what each rank would write and read, what the ranks
+would say to each other, and how large the manifest would be.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from milepost.core.agreement import Overview, Plan, Terms, agreement_id, find_terms, group_of, make_plan, overview
+from milepost.core.box import Box, Shape, strides_of
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Cut, Grid, Mesh, Whole
+from milepost.core.limits import BLOCK_BYTES
+from milepost.core.manifest import Manifest, ShardFile, new_manifest, seal
+from milepost.core.plan import ReadItem, read_plan, written_by
+from milepost.core.ranks import pack_ranks, unpack_ranks
+from milepost.core.shardfile import NewEntry, make_header
+from milepost.core.table import Table, TensorRow, merge_tables
+from milepost.core.tree import Node
+from milepost.errors import RanksDisagree
+
+Rows = Sequence[TensorRow]
+"""The tensors that a rank has, in order."""
+
+
+def on_mesh(shape: Shape, cuts: Sequence[int | tuple[int, int] | None], ranks: str | None = None) -> Grid:
+    """A layout: a mesh of this shape, and for each of its axes the dimension that it cuts, or None to replicate.
+
+    A pair (dimension, stride) is a strided cut. `ranks` lists the ranks in row-major order (default: 0, 1, 2, ...).
+    """
+    mesh = Mesh(tuple(shape), ranks if ranks is not None else pack_ranks(range(math.prod(shape))))
+    return Grid(mesh, tuple(None if c is None else Cut(*c) if isinstance(c, tuple) else Cut(c) for c in cuts))
+
+
+@dataclass(frozen=True)
+class SimulatedSave:
+    """A save that was planned and not made. Raises RanksDisagree on construction where a real one would."""
+
+    world: int
+    tables: Mapping[str, Table]
+    terms: Terms = field(init=False)
+    overview: Overview = field(init=False)
+
+    def __post_init__(self) -> None:
+        groups = [(ranks, table.digest()) for ranks, table in self.tables.items()]
+        tables = list(self.tables.values())
+        merged = merge_tables([(unpack_ranks(ranks), table) for ranks, table in self.tables.items()])
+        if merged.problems:
+            raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
+        if len(tables) > 1:
+            terms = find_terms(groups, tables, merged, spread=True)
+        else:
+            terms = Terms(agreement_id(groups, spread=True), (groups[0][0],))
+        object.__setattr__(self, "terms", terms)
+        object.__setattr__(self, "overview", overview(terms, tables, merged, self.world, spread=True))
+
+    def plan(self, rank: int) -> Plan:
+        """The plan that this rank would make for itself."""
+        group = group_of(rank, self.terms.groups)
+        return make_plan(self.terms, group, self.tables[group], self.world, spread=True)
+
+    def entries(self, rank: int) -> list[NewEntry]:
+        """The entries that a rank would write, in the order of its file."""
+        items = [
+            NewEntry(item.name, item.dtype, item.box.shape)
+            for tensor in self.overview.tensors
+            for item in written_by(tensor, self.overview.layouts[tensor.layout], rank)
+        ]
+        return sorted(items, key=lambda e: -DTYPES[e.dtype].size_bytes)
+
+    def bytes_written(self, rank: int) -> int:
+        """How much a rank would write."""
+        return sum(entry.size_bytes for entry in self.entries(rank))
+
+    @cached_property
+    def manifest(self) -> Manifest:
+        """The manifest, with made-up lines for the files."""
+        held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in self.overview.tensors)
+        size = 4096 + held // self.world + BLOCK_BYTES
+        files = tuple(ShardFile(rank, size, 4096, f"{rank:016x}") for rank in range(self.world))
+        content = {
+            "layouts": self.overview.layouts,
+            "tensors": self.overview.tensors,
+            "tree": self.overview.tree,
+            "per_rank": self.overview.per_rank,
+        }
+        return new_manifest(
+            1, "00000001-0123456789abcdef", "", "simulated", self.world, metadata={}, values=(), files=files, **content
+        )
+
+    @cached_property
+    def manifest_bytes(self) -> int:
+        """The size of the manifest. Sealing it also checks it."""
+        return len(seal(self.manifest))
+
+
+def simulate_save(world: int, tensors: Rows | Mapping[str, Rows]) -> SimulatedSave:
+    """Plan a save by `world` ranks that all have these tensors, or, given a mapping, by groups of ranks (`"0-3,8"`)."""
+    groups = tensors if isinstance(tensors, Mapping) else {pack_ranks(range(world)): tensors}
+    return SimulatedSave(world, {ranks: _table(rows) for ranks, rows in groups.items()})
+
+
+def _table(rows: Rows) -> Table:
+    tree = (Node(0, None, "dict"), *(Node(1, row.key, "tensor", row.key) for row in rows))
+    return Table(tuple(rows), tree, (), ())
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedLoad:
+    """What one rank would read. `read_bytes` counts whole checksummed blocks; `files` the files that it opens."""
+
+    items: tuple[ReadItem, ...]
+    needed_bytes: int
+    read_bytes: int
+    files: tuple[int, ...]
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read for each byte needed."""
+        return self.read_bytes / self.needed_bytes if self.needed_bytes else 1.0
+
+
+def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> SimulatedLoad:
+    """What `rank` of `world` would read of a simulated save, into tensors with these layouts (None: the whole tensor)."""
+    saved = {t.key: t for t in save.manifest.tensors}
+    items: list[ReadItem] = []
+    for row in tensors:
+        tensor = saved[row.key]
+        if tensor.shape != row.shape:
+            raise ValueError(f"{row.key!r} was saved as {tensor.shape} and the target is {row.shape}")
+        layout = row.layout or Whole(pack_ranks(range(world)))
+        for piece in layout.pieces(row.shape, rank):
+            if piece.box.elements:
+                items.extend(read_plan(save.manifest, tensor, piece.box))
+    needed = sum(item.box.elements * DTYPES[saved[item.key].dtype].size_bytes for item in items)
+    files = tuple(sorted({item.rank for item in items}))
+    read = sum(_blocks_read(save, file, [i for i in items if i.rank == file]) for file in files)
+    return SimulatedLoad(tuple(items), needed, read, files)
+
+
+def _blocks_read(save: SimulatedSave, rank: int, items: list[ReadItem]) -> int:
+    """How many bytes of one file are read: every block that an item touches, once."""
+    _, header = make_header(save.entries(rank), {}, BLOCK_BYTES)
+    saved = {t.key: DTYPES[t.dtype].size_bytes for t in save.overview.tensors}
+    touched: set[int] = set()
+    for item in items:
+        start, stop = _span(item.source, item.box)
+        at, size = header.entries[item.name].data_offsets[0], saved[item.key]
+        touched.update(range((at + start * size) // BLOCK_BYTES, -(-(at + stop * size) // BLOCK_BYTES)))
+    return sum(_block_bytes(block, header.data_bytes) for block in touched)
+
+
+def _span(source: Box, box: Box) -> tuple[int, int]:
+    """The first and the last element of `box` in the row-major order of `source`."""
+    strides = strides_of(source.shape)
+    inner = box.within(source)
+    first = sum(a * s for a, s in zip(inner.offset, strides, strict=True))
+    last = sum((a - 1) * s for a, s in zip(inner.end, strides, strict=True))
+    return first, last + 1
+
+
+def _block_bytes(block: int, data_bytes: int) -> int:
+    return min(BLOCK_BYTES, data_bytes - block * BLOCK_BYTES)
