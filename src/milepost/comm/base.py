@@ -21,7 +21,11 @@ class Phase(NamedTuple):
     @property
     def wire(self) -> str:
         """For the other ranks: short, and different for different calls."""
-        return f"{self.action}/{self.step}/{xxhash.xxh32_hexdigest(self.place.encode())}"
+        return f"{self.action}/{xxhash.xxh32_hexdigest(self.place.encode())}/{self.step}"
+
+    def same_call(self, wire: str) -> bool:
+        """Whether another rank's `wire` is a step of the same call."""
+        return wire.rpartition("/")[0] == self.wire.rpartition("/")[0]
 
 
 @runtime_checkable

@@ -123,7 +123,7 @@ class BoardComm:
             if early is None:
                 break
             outcome = msgspec.msgpack.decode(early, type=Outcome)
-            if self._rank not in outcome.missing or outcome.wire == phase.wire:
+            if self._rank not in outcome.missing or phase.same_call(outcome.wire):
                 break
         self._phases[number] = phase
         while len(self._phases) > _REMEMBERED:
