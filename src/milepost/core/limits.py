@@ -12,6 +12,7 @@ MAX_DEPTH = 100
 MAX_RANKS = 2**20
 MAX_STRIDE = 2**16
 MAX_BOXES = 2**22  # boxes of one tensor
+MAX_TANGLED = 2**11  # boxes that no plane separates from each other
 MAX_BLOCK_BYTES = 256 * MIB
 
 PAGE_BYTES = 4096
