@@ -1,5 +1,6 @@
 """Agreeing: the ranks compare digests of their tables; only where these differ does one rank of each kind send its own."""
 
+import zlib
 from collections.abc import Callable
 
 import msgspec
@@ -42,7 +43,10 @@ class _Council:
     def hear_tables(self, packed: list[bytes]) -> bytes:
         """Merge the tables of all groups. Raises RanksDisagree, with everything that contradicts."""
         return self._settle(
-            [msgspec.json.decode(packed[unpack_ranks(ranks)[0]], type=Table) for ranks, _ in self._groups]
+            [
+                msgspec.json.decode(zlib.decompress(packed[unpack_ranks(ranks)[0]]), type=Table)
+                for ranks, _ in self._groups
+            ]
         )
 
     def _settle(self, tables: list[Table]) -> bytes:
@@ -84,7 +88,7 @@ def agree(
         def speak() -> bytes:
             # The values stay at home until the results: they change from save to save, the rest does not.
             bare = msgspec.structs.replace(table, values=()) if table else None
-            return msgspec.json.encode(bare) if comm.rank in speakers else b""
+            return zlib.compress(msgspec.json.encode(bare)) if comm.rank in speakers else b""
 
         packed = together(comm, phase("agreeing on the layout"), speak, council.hear_tables)
         terms = msgspec.json.decode(packed, type=Terms)

@@ -41,14 +41,27 @@ class Board(Protocol):
         """Take a note off the board, if it is there."""
 
 
-class Outcome(msgspec.Struct, frozen=True, array_like=True):
-    """What the lead pins: its decision; or the ranks that did not come, and where each was last seen."""
+class Outcome(msgspec.Struct, frozen=True):
+    """What the lead pins: its decision; or the ranks that did not come and where each was last seen; or odd ones out."""
 
-    wire: str
+    wire: bytes
     decision: bytes = b""
     missing: dict[int, str] = {}
     waited_s: float = 0.0
-    odd: dict[int, str] = {}
+    odd: dict[int, bytes] = {}
+
+    def pack(self) -> bytes:
+        """As a note: a decision, which is what is pinned nearly always, takes seven bytes more than itself."""
+        if self.missing or self.odd:
+            return b"!" + msgspec.msgpack.encode(self)
+        return b"." + self.wire + self.decision
+
+    @staticmethod
+    def unpack(note: bytes) -> "Outcome":
+        """The outcome that a note holds."""
+        if note[:1] == b"!":
+            return msgspec.msgpack.decode(note[1:], type=Outcome)
+        return Outcome(note[1:7], note[7:])
 
 
 class BoardComm:
@@ -90,45 +103,46 @@ class BoardComm:
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the lead and its decision to all. Raises RanksMissing, naming ranks and phases."""
-        number = self._enter(phase)
+        number, early = self._enter(phase)
         if self._rank != self._lead:
-            self._board.pin(f"{number}/{self._rank}", _pack(phase, payload))
-            return self._heed(self._await(number, phase), phase)
+            self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
+            return self._heed(early or self._await(number, phase), phase)
         outcome = self._collect(number, phase, payload, decide)
         self._conclude(number, outcome)
         return self._heed(outcome, phase)
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
         """The lead's note, on every rank."""
-        number = self._enter(phase)
+        number, early = self._enter(phase)
         if self._rank == self._lead:
-            self._board.pin(f"{number}/all", msgspec.msgpack.encode(Outcome(phase.wire, note or b"")))
+            self._board.pin(f"{number}/all", Outcome(phase.wire, note or b"").pack())
             return note or b""
-        return self._heed(self._await(number, phase, announced=True), phase)
+        return self._heed(early or self._await(number, phase, announced=True), phase)
 
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Pin this rank's payload and do not wait. A lead that leaves decides alone: nobody else collects."""
         number = self._board.count(f"count/{self._rank}")
         if self._rank == self._lead:
             # The notes of earlier meetings stay: others may not have read them yet.
-            self._board.pin(f"{number}/all", msgspec.msgpack.encode(Outcome(phase.wire, payload)))
+            self._board.pin(f"{number}/all", Outcome(phase.wire, payload).pack())
         else:
-            self._board.pin(f"{number}/{self._rank}", _pack(phase, payload))
+            self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
 
-    def _enter(self, phase: Phase) -> int:
-        """The number of this meeting. A rank that left out an earlier call skips what the others gave up on."""
+    def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
+        """The number of this meeting, and its outcome if that is there already.
+
+        A rank that left out an earlier call skips what the others gave up on.
+        """
         while True:
             number = self._board.count(f"count/{self._rank}")
-            early = self._board.read([f"{number}/all"], 0.0)[0] if self._rank != self._lead else None
-            if early is None:
-                break
-            outcome = msgspec.msgpack.decode(early, type=Outcome)
-            if self._rank not in outcome.missing or phase.same_call(outcome.wire):
+            note = self._board.read([f"{number}/all"], 0.0)[0] if self._rank != self._lead else None
+            early = Outcome.unpack(note) if note is not None else None
+            if early is None or self._rank not in early.missing or phase.same_call(early.wire):
                 break
         self._phases[number] = phase
         while len(self._phases) > _REMEMBERED:
             self._phases.popitem(last=False)
-        return number
+        return number, early
 
     def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
         others = [rank for rank in range(self._size) if rank != self._lead]
@@ -136,13 +150,10 @@ class BoardComm:
         missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
             return Outcome(phase.wire, missing=missing, waited_s=self._timeout_s)
-        payloads, odd = [], {}
-        for rank in range(self._size):
-            wire, data = _unpack(notes[rank]) if rank != self._lead else (phase.wire, payload)  # type: ignore[arg-type]
-            payloads.append(data)
-            if wire != phase.wire:
-                odd[rank] = wire
-        return Outcome(phase.wire, odd=odd) if odd else Outcome(phase.wire, decide(payloads))
+        notes[self._lead] = phase.wire + payload
+        packed = [notes[rank] or b"" for rank in range(self._size)]
+        odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] != phase.wire}
+        return Outcome(phase.wire, odd=odd) if odd else Outcome(phase.wire, decide([note[6:] for note in packed]))
 
     def _last_seen(self, rank: int) -> str:
         """The step in which a rank last took part, as far as this call goes."""
@@ -150,7 +161,7 @@ class BoardComm:
         return seen.step if seen else ""
 
     def _conclude(self, number: int, outcome: Outcome) -> None:
-        packed = msgspec.msgpack.encode(outcome)
+        packed = outcome.pack()
         self._board.pin(f"{number}/all", packed)
         if outcome.missing:
             # Also over what was announced in this call, so that a rank that comes later does not take part alone.
@@ -168,7 +179,7 @@ class BoardComm:
         waited = self._timeout_s + min(_GRACE_S, self._timeout_s)
         found = self._board.read([f"{number}/all"], waited)[0]
         if found is not None:
-            return msgspec.msgpack.decode(found, type=Outcome)
+            return Outcome.unpack(found)
         # The lead itself is gone: say who else has not come, where others had to.
         others = [rank for rank in range(self._size) if rank not in (self._rank, self._lead) and not announced]
         notes = self._board.read([f"{number}/{r}" for r in others], 0.0)
@@ -180,20 +191,16 @@ class BoardComm:
             raise RanksMissing(_absent(outcome, phase, self._rank))
         if outcome.odd or outcome.wire != phase.wire:
             odd = outcome.odd or {self._lead: outcome.wire}
-            there = ", ".join(f"rank {r} is at {wire!r}" for r, wire in list(odd.items())[:5])
+            there = ", ".join(
+                f"rank {r} is at another {'step of this' if phase.same_call(wire) else ''} call"
+                for r, wire in list(odd.items())[:5]
+                if r != self._rank
+            )
             raise CheckpointError(
-                f"{phase.text}: {there}, but rank {self._lead} is at {outcome.wire!r} and rank {self._rank} at "
-                f"{phase.wire!r}. Do all ranks make the same calls, in the same order, for the same place?"
+                f"rank {self._rank} is at {phase.text!r}; {there or f'rank {self._lead} is at another call'}. "
+                "Do all ranks make the same calls, in the same order, for the same place?"
             )
         return outcome.decision
-
-
-def _pack(phase: Phase, payload: bytes) -> bytes:
-    return msgspec.msgpack.encode((phase.wire, payload))
-
-
-def _unpack(packed: bytes) -> tuple[str, bytes]:
-    return msgspec.msgpack.decode(packed, type=tuple[str, bytes])
 
 
 def _absent(outcome: Outcome, phase: Phase, me: int) -> str:

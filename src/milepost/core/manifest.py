@@ -191,8 +191,12 @@ def check(manifest: Manifest) -> None:
     check_block_bytes(manifest.block_bytes)
     for layout in manifest.layouts:
         _check_ranks(layout, manifest.world)
+    fitting: set[tuple[int, Shape]] = set()
     for tensor in manifest.tensors:
         _check_tensor(tensor, manifest.layouts)
+        if (tensor.layout, tensor.shape) not in fitting:  # once, however many tensors share a long layout
+            manifest.layout_of(tensor).check(tensor.shape)
+            fitting.add((tensor.layout, tensor.shape))
     for per_rank in manifest.per_rank:
         _check_holders(unpack_ranks(per_rank.ranks), manifest.world)
     _check_files(manifest)
@@ -224,7 +228,6 @@ def _check_tensor(tensor: Tensor, layouts: tuple[Layout, ...]) -> None:
         raise ValueError(f"tensor {tensor.key[:80]!r} has {tensor.parts} parts and turn {tensor.turn}")
     check_shape(tensor.shape)
     check_kind(tensor)
-    layouts[tensor.layout].check(tensor.shape)
     if tensor.parts > 1 and tensor.parts > _copies(layouts[tensor.layout]):
         raise ValueError(f"tensor {tensor.key[:80]!r} has more parts than ranks that hold a box of it")
 
