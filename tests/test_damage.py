@@ -297,13 +297,18 @@ def large(tmp_path):
     state["b"] = state["b"].to(torch.float32)
     milepost.save(state, tmp_path)
     (path,) = tmp_path.glob("data/*/*.safetensors")
-    with path.open("r+b") as file:
-        for block in (1, 3, 6):
-            file.seek(4096 + block * BLOCK_BYTES + 12345)
-            byte = file.read(1)
-            file.seek(-1, 1)
-            file.write(bytes([byte[0] ^ 0x10]))
+    for block in (1, 3, 6):
+        flip(path, 4096 + block * BLOCK_BYTES + 12345)
     return tmp_path, path, state
+
+
+def flip(path, position):
+    """Change one bit of a file."""
+    with path.open("r+b") as file:
+        file.seek(position)
+        byte = file.read(1)
+        file.seek(position)
+        file.write(bytes([byte[0] ^ 0x10]))
 
 
 def test_verifying_reports_every_damaged_block_with_its_file_and_tensor(large):
@@ -323,9 +328,7 @@ def test_verifying_reports_every_damaged_block_with_its_file_and_tensor(large):
 
 def test_a_block_that_two_tensors_share_is_reported_with_both(large):
     folder, path, _ = large
-    with path.open("r+b") as file:
-        file.seek(4096 + 5 * BLOCK_BYTES)
-        file.write(b"\xff\xff\xff\xff")
+    flip(path, 4096 + 5 * BLOCK_BYTES)
     with milepost.open(folder) as checkpoint:
         assert ("a", "b") in [damage.entries for damage in checkpoint.verify().damages]
         with pytest.raises(CheckpointDamaged, match="'b'"):
@@ -368,9 +371,7 @@ def test_loading_a_part_of_a_state_works_where_only_the_rest_is_damaged(tmp_path
     state = {"good": torch.arange(1 << 18, dtype=torch.float32), "bad": torch.arange(1 << 18, dtype=torch.float32)}
     milepost.save(state, tmp_path)
     (path,) = tmp_path.glob("data/*/*.safetensors")
-    with path.open("r+b") as file:
-        file.seek(-100, 2)
-        file.write(b"\0\1\2\3")
+    flip(path, path.stat().st_size - 100)
     target = {"good": torch.zeros(1 << 18)}
     milepost.load(target, tmp_path, allow_unexpected=True)
     assert torch.equal(target["good"], state["good"])
@@ -384,9 +385,7 @@ def test_damage_is_raised_on_every_rank_whoever_reads_it(tmp_path, world):
     count = BLOCK_BYTES // 4
     run_ranks(2, lambda comm: milepost.save({"x": halves(comm.rank, count)}, tmp_path, process_group=comm))
     path = sorted(tmp_path.glob("data/*/*.safetensors"))[1]
-    with path.open("r+b") as file:
-        file.seek(4096 + 8 * count - 10)
-        file.write(b"\xff")
+    flip(path, 4096 + 8 * count - 10)
     errors = []
 
     def load(comm):

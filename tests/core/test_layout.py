@@ -52,7 +52,11 @@ def holders_of(grid: Grid, shape: tuple[int, ...]) -> dict[Box, list[int]]:
 def placements_of(grid: Grid) -> list[Placement]:
     """The same cuts in torch's words."""
     return [
-        Replicate() if cut is None else Shard(cut.dim) if cut.stride == 1 else _StridedShard(cut.dim, sf=cut.stride)
+        Replicate()
+        if cut is None
+        else Shard(cut.dim)
+        if cut.stride == 1
+        else _StridedShard(cut.dim, split_factor=cut.stride)
         for cut in grid.cuts
     ]
 

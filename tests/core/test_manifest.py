@@ -104,7 +104,7 @@ def manifests(draw: st.DrawFn) -> Manifest:
         metadata=draw(json_data),
         layouts=found,
         tensors=tensors,
-        tree=(Node(0, None, "dict"), *(Node(1, draw(json_data), kind, key) for key, kind in leaves)),
+        tree=(Node(0, None, "dict"), *(Node(1, [key, draw(json_data)], kind, key) for key, kind in leaves)),
         values=values,
         per_rank=(),
         files=tuple(ShardFile(rank, 65536, 4096, "0" * 16) for rank in range(world)),

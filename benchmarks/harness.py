@@ -1,0 +1,313 @@
+"""Shared by the benchmarks: start ranks, measure fairly, lay out results. Linux only; torch is imported in the ranks alone.
+
+What makes a comparison fair here:
+
+* Contenders take turns within a round, in another order each time. A first round is thrown away.
+* Every run starts from the same pages. Memory that was never touched, or has been free for long, is several times
+  slower at first use, above all in virtual machines. So the state is allocated and filled once; freed heap goes back
+  to the system before each run; a write starts right after a filler of the same size was written and deleted, so that
+  the page cache gets the pages that this gave back; a read finds its files in the page cache.
+* Ratios are taken within a round, where contenders share the noise of the machine, and the median of these is shown.
+"""
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+PRELOAD = ("milepost.api", "torch.distributed.checkpoint", "torch.distributed.tensor", "safetensors.torch")
+_BUFFER_BYTES = 4 << 20
+_STOP_S = 10.0
+
+
+class RankFailed(Exception):
+    """A rank of the benchmark raised or died."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One run as one rank saw it. Times are of the clock that all processes of a machine share."""
+
+    start_s: float
+    end_s: float
+    cpu_s: float
+    read_bytes: int
+    peak_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One run of all ranks: from the first start to the last end; the memory is that of the rank that took most."""
+
+    wall_s: float
+    cpu_s: float
+    read_bytes: int
+    peak_bytes: int
+
+
+@dataclass(slots=True)
+class Measured:
+    """What one rank measured in one case, by contender. `size_bytes` is what this rank saves or needs."""
+
+    case: str
+    size_bytes: int
+    samples: dict[str, list[Sample]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One line of questions: the runs of each contender, in the order of the rounds."""
+
+    name: str
+    size_bytes: int
+    runs: dict[str, list[Run]]
+
+    @property
+    def loads(self) -> bool:
+        """Whether this case reads."""
+        return self.name.startswith("load")
+
+    def median(self, contender: str, what: str) -> float:
+        """The median over the rounds of one field of `Run`."""
+        return statistics.median(getattr(run, what) for run in self.runs[contender])
+
+    def ratio(self, contender: str, others: tuple[str, ...]) -> float | None:
+        """How many times as long as the fastest of `others` in the same round; None where none of them ran."""
+        present = [self.runs[other] for other in others if other in self.runs]
+        if not present:
+            return None
+        best = [min(run.wall_s for run in runs) for runs in zip(*present, strict=True)]
+        return statistics.median(run.wall_s / base for run, base in zip(self.runs[contender], best, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One result. `bar` says what it should be ("<= 1.15"); it and `ok` are None where nothing was promised."""
+
+    name: str
+    value: float
+    unit: str
+    bar: str | None = None
+    ok: bool | None = None
+
+
+# On the ranks
+
+
+class Meter:
+    """Measures on one rank; `barrier` waits for all of them."""
+
+    def __init__(self, rank: int, world: int, rounds: int, barrier: Callable[[], None]) -> None:
+        self.rank, self.world, self.rounds, self.barrier = rank, world, rounds, barrier
+        self.results: list[Measured] = []
+        self._buffer = bytearray(_BUFFER_BYTES)
+        self._libc = ctypes.CDLL(None)
+
+    def case(self, name: str, size_bytes: int, runs: dict[str, "Planned"]) -> None:
+        """Let the contenders take turns, and keep what each round but the first shows."""
+        measured = Measured(name, size_bytes, {contender: [] for contender in runs})
+        self.results.append(measured)
+        gc.freeze()  # what is there now stays: without this each collection takes longer than a small case
+        began = time.monotonic()
+        order = list(runs)
+        for turn in range(self.rounds + 1):
+            for contender in order:
+                planned = runs[contender]
+                if turn == 0:
+                    planned.before_first()
+                sample = self._measure(planned)
+                if turn == 0:
+                    planned.after_first()
+                else:
+                    measured.samples[contender].append(sample)
+            random.Random(turn).shuffle(order)  # alike on all ranks
+        if self.rank == 0:
+            print(f"  {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+
+    def _measure(self, planned: "Planned") -> Sample:
+        gc.collect()
+        self._libc.malloc_trim(0)
+        self.barrier()
+        planned.prepare()
+        Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+        resident, read = _status_bytes("VmRSS"), _read_bytes()
+        self.barrier()
+        cpu, start = time.process_time(), time.monotonic()
+        planned.action()
+        end, cpu = time.monotonic(), time.process_time() - cpu
+        peak = max(0, _status_bytes("VmHWM") - resident)
+        return Sample(start, end, cpu, _read_bytes() - read, peak)
+
+    def delete(self, folder: Path) -> None:
+        """Remove a folder, once for all ranks."""
+        if self.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+
+    def recycle(self, folder: Path, size_bytes: int) -> None:
+        """Make pages of the page cache free that were in use just now, so that a write of as many bytes will get these."""
+        filler = folder / f"filler-{self.rank}"
+        with filler.open("wb", buffering=0) as file:
+            while size_bytes > 0:
+                size_bytes -= file.write(self._buffer)
+        filler.unlink()  # before the kernel has begun to write it back
+
+    def warm(self, folder: Path) -> None:
+        """Bring the files of a folder into the page cache; the ranks share the work."""
+        files = sorted(path for path in folder.rglob("*") if path.is_file())
+        for path in files[self.rank :: self.world]:
+            with path.open("rb", buffering=0) as file:
+                while file.readinto(self._buffer):
+                    pass
+
+
+def _nothing() -> None:
+    pass
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A run to be measured: what is timed, what happens before each, and what surrounds the first, which is thrown away."""
+
+    action: Callable[[], Any]
+    prepare: Callable[[], Any]
+    before_first: Callable[[], Any] = _nothing
+    after_first: Callable[[], Any] = _nothing
+
+
+def _status_bytes(name: str) -> int:
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{name}:")[1].split()[0]) * 1024
+
+
+def _read_bytes() -> int:
+    """What this process has read so far, from disk or page cache. Maps of files do not count."""
+    return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
+
+
+# Starting them
+
+
+def run_ranks(world: int, work: Callable[..., list[Measured]], folder: Path, *arguments: Any) -> list[Case]:
+    """Call `work(rank, world, folder, *arguments)` in `world` new processes, and merge what they measured.
+
+    Raises RankFailed with the traceback of the first rank that failed. No process is left behind, whatever happens.
+    """
+    # One server imports torch, and the ranks are forked from it: importing takes longer than many a case.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOAD))
+    ranks, pipes = [], []
+    try:
+        for rank in range(world):
+            here, there = context.Pipe(duplex=False)
+            process = context.Process(target=_be_rank, args=(there, work, rank, world, folder, *arguments), daemon=True)
+            process.start()
+            there.close()
+            ranks.append(process)
+            pipes.append(here)
+        results = _collect(pipes)
+    finally:
+        for process in ranks:
+            process.join(0 if sys.exc_info()[0] else _STOP_S)
+            process.kill()
+            process.join()
+    return [_merge(group) for group in zip(*results, strict=True)]
+
+
+def _collect(pipes: list[Connection]) -> list[list[Measured]]:
+    results: dict[int, list[Measured]] = {}
+    while len(results) < len(pipes):
+        for pipe in wait([p for i, p in enumerate(pipes) if i not in results]):
+            rank = pipes.index(pipe)
+            try:
+                result = pipe.recv()
+            except EOFError:
+                raise RankFailed(f"rank {rank} died") from None
+            if isinstance(result, str):
+                raise RankFailed(f"rank {rank}:\n{result}")
+            results[rank] = result
+    return [results[rank] for rank in range(len(pipes))]
+
+
+def _be_rank(pipe: Connection, work: Callable[..., list[Measured]], *arguments: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        pipe.send(work(*arguments))
+    except BaseException:
+        pipe.send(traceback.format_exc())
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)
+
+
+def _merge(group: tuple[Measured, ...]) -> Case:
+    runs = {
+        contender: [_merge_run(samples) for samples in zip(*(m.samples[contender] for m in group), strict=True)]
+        for contender in group[0].samples
+    }
+    return Case(group[0].case, sum(m.size_bytes for m in group), runs)
+
+
+def _merge_run(samples: tuple[Sample, ...]) -> Run:
+    return Run(
+        wall_s=max(s.end_s for s in samples) - min(s.start_s for s in samples),
+        cpu_s=sum(s.cpu_s for s in samples),
+        read_bytes=sum(s.read_bytes for s in samples),
+        peak_bytes=max(s.peak_bytes for s in samples),
+    )
+
+
+@contextmanager
+def work_folder(parent: Path | None, need_bytes: int) -> Iterator[Path]:
+    """A fresh folder, removed at the end, also after an error, Ctrl-C or SIGTERM. Refuses a disk that is too full."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    folder = Path(tempfile.mkdtemp(prefix="milepost-benchmark-", dir=parent))
+    try:
+        free = shutil.disk_usage(folder).free
+        if free < need_bytes:
+            sys.exit(f"{folder} has {free / 1e9:.1f} GB free and this needs {need_bytes / 1e9:.1f}; pass --dir")
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def kind_of_disk(folder: Path) -> str:
+    """The file system that a folder is on, by its name in the mount table."""
+    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
+    inside = [(len(at), kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
+    return max(inside)[1] if inside else "unknown"
+
+
+# Showing
+
+
+def format_table(heads: list[str], lines: list[list[str]]) -> str:
+    """A table of text: the first two columns to the left, the rest to the right."""
+    widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
+    heads_and_lines = [heads, ["-" * width for width in widths], *lines]
+    return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in heads_and_lines)
+
+
+def _cells(line: list[str], widths: list[int]) -> Iterator[str]:
+    for i, (cell, width) in enumerate(zip(line, widths, strict=True)):
+        yield cell.ljust(width) if i < 2 else cell.rjust(width)
