@@ -237,7 +237,7 @@ def folders_100_deep_beside_the_data(folder: Path) -> None:
     place.mkdir(parents=True)
 
 
-@corpus.attack("nothing", gap="a save over it aims at a generation that has no name, and raises ValueError")
+@corpus.attack("nothing")
 def last_generation_that_a_name_can_hold(folder: Path) -> None:
     """The next save has no number left."""
     make_good(folder)

@@ -254,7 +254,7 @@ def _add_shapes() -> None:
 _add_shapes()
 
 
-@corpus.attack("verify", gap="a stateful target gets memory before a file is looked at")
+@corpus.attack("verify")
 def tensor_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
     """The manifest says that the files are large enough; they are not."""
 
@@ -265,7 +265,7 @@ def tensor_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
     forge_manifest(folder, change)
 
 
-@corpus.attack("verify", gap="long bytes get memory before a file is looked at")
+@corpus.attack("verify")
 def bytes_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
     """Long bytes have no target whose size could be compared: memory must not be taken on the manifest's word."""
 
@@ -277,7 +277,7 @@ def bytes_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
     forge_manifest(folder, change)
 
 
-@corpus.attack("verify", gap="a stateful target gets memory before a file is looked at")
+@corpus.attack("verify")
 def array_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
     """Nor for an array, where the checkpoint decides what a stateful object gets."""
 
@@ -402,7 +402,7 @@ def private_ranks_past_the_world(folder: Path) -> None:
     forge_manifest(folder, lambda r: r["per_rank"][0].update(ranks="0-1048575"))
 
 
-@corpus.attack("open", gap="`unpack_ranks` spells out, and keeps, every list of ranks")
+@corpus.attack("open")
 def layouts_of_a_million_ranks_a_thousand_times(folder: Path) -> None:
     """Each is within the limit; a thousand different ones take 40 GB if all are spelled out."""
 
@@ -413,7 +413,7 @@ def layouts_of_a_million_ranks_a_thousand_times(folder: Path) -> None:
     forge_manifest(folder, change)
 
 
-@corpus.attack("open", gap="`unpack_ranks` spells out, and keeps, every list of ranks")
+@corpus.attack("open")
 def boxes_held_by_a_million_ranks_a_thousand_times(folder: Path) -> None:
     """The same inside one layout."""
 
@@ -477,13 +477,13 @@ def grid_with_64_axes(folder: Path) -> None:
     _forge_grid(folder, _grid([1] * 63 + [2], [None] * 63 + [[0, 1]]), [2, *[1] * 62])
 
 
-@corpus.attack("verify", gap="a load plans all reads, up to MAX_BOXES, before it looks at a file")
+@corpus.attack("open")
 def grid_of_4_million_boxes(folder: Path) -> None:
     """A few bytes of manifest that stand for millions of boxes of one byte."""
     _forge_grid(folder, _grid([64], [[0, 65536]], "0-63"), [2**22], world=64)
 
 
-@corpus.attack("verify", gap="`_take` walks all spans for each chunk")
+@corpus.attack("open")
 def grid_of_strides_of_strides(folder: Path) -> None:
     """Each stride multiplies the work of the one before it, not only the boxes."""
     _forge_grid(folder, _grid([2, 1], [[0, 65536], [0, 65536]]), [2**20])

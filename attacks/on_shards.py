@@ -258,13 +258,13 @@ def _holes(folder: Path, size_bytes: int, block_bytes: int, sealed: bool) -> Non
     seal_shard(folder, head, sums, size_bytes)
 
 
-@corpus.attack("verify", gap="a stateful target gets memory before a file is looked at")
+@corpus.attack("verify")
 def file_of_8_tebibytes_of_holes(folder: Path) -> None:
     """A file with holes makes true what the manifest claims; its table alone would take 16 GiB of memory."""
     _holes(folder, 2**43, 4096, sealed=False)
 
 
-@corpus.attack("use", gap="a stateful target gets memory before a file is looked at")
+@corpus.attack("use")
 def file_of_more_holes_than_memory(folder: Path) -> None:
     """The same with ordinary blocks and a valid seal: the table is small, the tensor is more than there is memory."""
     _holes(folder, 9 * 2**29, 2**20, sealed=True)

@@ -159,7 +159,7 @@ _SPELLINGS: dict[str, Any] = {
 
 
 def _add_spellings() -> None:
-    for name, value in _SPELLINGS.items():
+    for number, (name, value) in enumerate(_SPELLINGS.items()):
 
         def manifest(folder: Path, value: Any = value) -> None:
             forge_manifest(folder, lambda r: add_value(r, value))
@@ -168,7 +168,8 @@ def _add_spellings() -> None:
             forge_private(folder, lambda r: r["values"][0].update(value=value))
 
         corpus.append(Attack(f"value_{name}", "Something that is no value, or one that names code.", "use", manifest))
-        corpus.append(Attack(f"private_{name}", "The same in a rank's private record.", "use", private))
+        if number % 4 == 0:  # the decoder is the same; what its errors become is not
+            corpus.append(Attack(f"private_{name}", "The same in a rank's private record.", "use", private))
 
 
 _add_spellings()

@@ -23,6 +23,10 @@ from milepost.core.table import Merged, Table, merge_tables
 from milepost.describing import Described
 from milepost.errors import RanksDisagree
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_TABLES = msgspec.json.Decoder(Table)
+_TERMS = msgspec.json.Decoder(Terms)
+
 
 class _Council:
     """The lead's side of an agreement: it groups digests, merges tables, and keeps the overview."""
@@ -43,10 +47,7 @@ class _Council:
     def hear_tables(self, packed: list[bytes]) -> bytes:
         """Merge the tables of all groups. Raises RanksDisagree, with everything that contradicts."""
         return self._settle(
-            [
-                msgspec.json.decode(zlib.decompress(packed[unpack_ranks(ranks)[0]]), type=Table)
-                for ranks, _ in self._groups
-            ]
+            [_TABLES.decode(zlib.decompress(packed[unpack_ranks(ranks)[0]])) for ranks, _ in self._groups]
         )
 
     def _settle(self, tables: list[Table]) -> bytes:
@@ -81,7 +82,7 @@ def agree(
         assert described is not None
         return described.digest
 
-    terms = msgspec.json.decode(together(comm, phase("describing the state"), greet, council.hear_digests), type=Terms)
+    terms = _TERMS.decode(together(comm, phase("describing the state"), greet, council.hear_digests))
     if not terms.id:
         speakers = {unpack_ranks(group)[0] for group in terms.groups}
 
@@ -91,7 +92,7 @@ def agree(
             return zlib.compress(msgspec.json.encode(bare)) if comm.rank in speakers else b""
 
         packed = together(comm, phase("agreeing on the layout"), speak, council.hear_tables)
-        terms = msgspec.json.decode(packed, type=Terms)
+        terms = _TERMS.decode(packed)
     assert described is not None
     plan = make_plan(terms, group_of(comm.rank, terms.groups), described.table, comm.size, spread)
     plans.keep(described.digest, comm.size, spread, plan, council.overview)

@@ -24,6 +24,7 @@ from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
+    InvalidRequest,
     SaveConflict,
     UnsupportedFormat,
 )
@@ -32,6 +33,7 @@ from milepost.store.base import CLAIM
 
 _log = logging.getLogger("milepost")
 _TRIES = 20
+MAX_GENERATION = 99_999_999
 
 
 def generations(store: Store) -> list[int]:
@@ -44,6 +46,8 @@ def aim(store: Store) -> tuple[int, str]:
     """The generation that a save should aim at, and a name for the attempt. Numbers that were only claimed are passed over."""
     found = (generation_of(name.removesuffix(CLAIM)) for name in store.list("manifest-"))
     newest = max((number for number in found if number is not None), default=0)
+    if newest >= MAX_GENERATION:
+        raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return newest + 1, make_save_id(newest + 1, secrets.token_hex(8))
 
 

@@ -24,6 +24,10 @@ from milepost.targets import LongBytes, Matcher, Target, allocate, check_world, 
 from milepost.tensors import Describer
 from milepost.values import Codec
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_REPORTS = msgspec.msgpack.Decoder(Report)
+_FOUND = msgspec.msgpack.Decoder(Found)
+_OPENED = msgspec.msgpack.Decoder(tuple[int, bytes, bytes])
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
 
@@ -76,7 +80,7 @@ def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) ->
         return msgspec.msgpack.encode(_merged(store, manifest, packed))
 
     answer = together(comm, Phase("explaining", store.url, "matching"), look, merge)
-    return msgspec.msgpack.decode(answer, type=Report)
+    return _REPORTS.decode(answer)
 
 
 def _open(store: Store, comm: Comm, action: str) -> tuple[Manifest | None, Exception | None]:
@@ -91,7 +95,7 @@ def _open(store: Store, comm: Comm, action: str) -> tuple[Manifest | None, Excep
         return msgspec.msgpack.encode((generation, xxhash.xxh3_64_digest(data), data if len(data) <= _SMALL else b""))
 
     packed = told(comm, Phase(action, store.url, "opening"), look)
-    generation, digest, data = msgspec.msgpack.decode(packed, type=tuple[int, bytes, bytes])
+    generation, digest, data = _OPENED.decode(packed)
     try:
         data = data or read_manifest(store, generation) or b""
         if xxhash.xxh3_64_digest(data) != digest:
@@ -117,7 +121,7 @@ def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -
 
 
 def _merged(store: Store, manifest: Manifest, packed: list[bytes]) -> Report:
-    found = [msgspec.msgpack.decode(data, type=Found) for data in packed]
+    found = [_FOUND.decode(data) for data in packed]
     return merge_reports(store.url, keys_of(manifest), found)
 
 
@@ -148,11 +152,11 @@ def _read_values(target: Target, files: Files, comm: Comm, codec: Codec) -> None
     values = {value.key: value.value for value in target.manifest.values}
     owners = {p.key: unpack_ranks(p.ranks) for p in target.manifest.per_rank}
     for key, leaf in target.flat.leaves.items():
-        kind = target.flat.kinds[key]
-        if key in values and kind != "per_rank":
-            target.results[key] = _decoded(codec, values[key], key)
-        elif key in owners and isinstance(leaf, PerRank):
-            target.results[key] = _private(target.manifest, files, comm, codec, key, leaf, owners[key])
+        kind, there = target.flat.kinds[key], target.saved[key]
+        if there in values and kind != "per_rank":
+            target.results[key] = _decoded(codec, values[there], key)
+        elif there in owners and isinstance(leaf, PerRank):
+            target.results[key] = _private(target.manifest, files, comm, codec, there, leaf, owners[there])
 
 
 def _decoded(codec: Codec, data: Any, key: str) -> Any:

@@ -11,6 +11,8 @@ from milepost.tensors import LocalTensor, bytes_of
 from milepost.write import AT_ONCE_BYTES
 
 _SHOWN = 50
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_DETAILS = msgspec.msgpack.Decoder(dict[bytes, dict[str, bytes]])
 
 
 class ReplicaCheck:
@@ -65,7 +67,7 @@ def compare(digests: list[dict[bytes, bytes]]) -> list[bytes]:
 
 
 def _name_differences(packed: list[bytes]) -> bytes:
-    details = [msgspec.msgpack.decode(data, type=dict[bytes, dict[str, bytes]]) for data in packed]
+    details = [_DETAILS.decode(data) for data in packed]
     seen: dict[tuple[bytes, str], dict[bytes, list[int]]] = {}
     for rank, groups in enumerate(details):
         for group, keys in groups.items():

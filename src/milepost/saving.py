@@ -99,6 +99,13 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
         return self.values_differ or bool(self.replicas_differ)
 
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_GOALS = msgspec.msgpack.Decoder(_Goal)
+_RESULTS = msgspec.msgpack.Decoder(_Result)
+_ANSWERS = msgspec.msgpack.Decoder(_Answer)
+_VALUES = msgspec.json.Decoder(tuple[Value, ...])
+
+
 class _Save:
     """One save on one rank."""
 
@@ -114,7 +121,7 @@ class _Save:
     def run(self) -> Receipt:
         comm, plans = self.comm, self.options.plans
         described, trouble = self._describe()
-        goal = msgspec.msgpack.decode(told(comm, self.phase("starting"), lambda: self._aim(described)), type=_Goal)
+        goal = _GOALS.decode(told(comm, self.phase("starting"), lambda: self._aim(described)))
         plan = None
         if described is not None:
             plan = plans.find(described.digest, comm.size, self.options.spread)
@@ -180,12 +187,12 @@ class _Save:
 
         try:
             packed = together(self.comm, self.phase("writing"), work, conclude)
-            answer = msgspec.msgpack.decode(packed, type=_Answer)
+            answer = _ANSWERS.decode(packed)
             if answer.differ:
                 assert described is not None
                 self._tell_differences(described, check, answer)
                 packed = together(self.comm, self.phase("committing"), bytes, commit)
-                answer = msgspec.msgpack.decode(packed, type=_Answer)
+                answer = _ANSWERS.decode(packed)
         except CheckpointError as error:
             if self._failed_for_sure(error, goal):
                 self._discard(goal)
@@ -227,7 +234,7 @@ class _Save:
 
     def _conclude(self, goal: _Goal, described: Described, plan: Plan | None, packed: list[bytes]) -> _Answer:
         """On the lead: look at all results, and commit if everything fits."""
-        results = [msgspec.msgpack.decode(data, type=_Result) for data in packed]
+        results = [_RESULTS.decode(data) for data in packed]
         everything = self.options.plans.overview(plan.id) if plan else None
         if plan is None or everything is None or any(result.agreement != plan.id for result in results):
             return _Answer(replan=True)
@@ -300,10 +307,7 @@ class _Save:
 def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:
     """The values of all groups, and a line for each key under which groups differ."""
     return merge_values(
-        [
-            (unpack_ranks(group), msgspec.json.decode(results[unpack_ranks(group)[0]].values, type=tuple[Value, ...]))
-            for group in everything.groups
-        ]
+        [(unpack_ranks(group), _VALUES.decode(results[unpack_ranks(group)[0]].values)) for group in everything.groups]
     )
 
 
@@ -322,7 +326,7 @@ def _name_unequal(packed: list[bytes]) -> bytes:
     versions: dict[bytes, list[int]] = {}
     for rank, data in enumerate(packed):
         versions.setdefault(data, []).append(rank)
-    groups = [(tuple(ranks), msgspec.json.decode(data, type=tuple[Value, ...])) for data, ranks in versions.items()]
+    groups = [(tuple(ranks), _VALUES.decode(data)) for data, ranks in versions.items()]
     lines = merge_values(groups)[1]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return ("values that should be equal on all ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])).encode()

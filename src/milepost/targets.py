@@ -15,8 +15,8 @@ import torch
 from milepost.core.box import Shape
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
-from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, grow, show_path
-from milepost.errors import CheckpointDamaged, InvalidState
+from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
+from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.place import Placement
 from milepost.report import Found, bits_of
 from milepost.state import PerRank, take_apart
@@ -32,17 +32,23 @@ from milepost.tensors import (
 )
 from milepost.values import Codec
 
+NOWHERE = "\0nowhere\0"
+"""Stands for the saved key of what was not saved."""
 _BYTES = {"bytes": bytes, "bytearray": bytearray}
 
 
 @dataclass
 class Target:
-    """A state that is being loaded into: its leaves, and for each what will stand there after the load."""
+    """A state that is being loaded into: its leaves, and for each what will stand there after the load.
+
+    `saved` maps the state's keys to those of the checkpoint, which may be spelled otherwise.
+    """
 
     manifest: Manifest
     flat: Flat
     opened: dict[Path, Any]
     found: Found
+    saved: dict[str, str] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
 
@@ -61,6 +67,8 @@ class Matcher:
         self._values = {v.key for v in manifest.values}
         self._per_rank = {p.key for p in manifest.per_rank}
         self._root = grow(manifest.tree)
+        self._exact, self._plain = _spellings(self._root, codec)
+        self._saved: dict[str, str] = {}
         self._missing: list[str] = []
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
@@ -70,16 +78,19 @@ class Matcher:
     def match(self, state: Any) -> Target:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
         flat, opened = take_apart(state, self._codec, self._open)
+        for key, path in flat.paths.items():
+            # By the very path; or, where that is not there, by a path that reads the same and is the only one.
+            self._saved[key] = self._exact.get(exact_path(path), self._plain.get(show_path(path), NOWHERE))
         placements = list(self._compare(flat))
         found = Found(
             tuple(self._missing),
             self._shapes,
             self._dtypes,
             self._kinds,
-            bits_of(keys_of(self._manifest), set(flat.leaves)),
+            bits_of(keys_of(self._manifest), set(self._saved.values())),
             self._read_bytes,
         )
-        return Target(self._manifest, flat, opened, found, placements)
+        return Target(self._manifest, flat, opened, found, self._saved, placements)
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's own state dict; else the saved one, around the tensors it has."""
@@ -108,7 +119,7 @@ class Matcher:
         if has and (optimizer is not None or tuple(existing.shape) == tensor.shape):
             return existing
         if tensor.kind == "numpy":
-            return np.empty(tensor.shape, dtype=np.dtype(tensor.dtype))
+            return new_tensor(tensor.dtype, tensor.shape).numpy()
         if optimizer is not None:
             parameter = _parameter(optimizer, path)
             if parameter is not None and tuple(parameter.shape) == tensor.shape:
@@ -117,21 +128,21 @@ class Matcher:
 
     def _compare(self, flat: Flat) -> Iterator[Placement]:
         for key, leaf in flat.leaves.items():
-            kind = flat.kinds[key]
-            saved = self._tensors.get(key)
+            kind, there = flat.kinds[key], self._saved[key]
+            saved = self._tensors.get(there)
             if kind == "tensor" and saved is not None and saved.kind not in _BYTES:
                 yield from self._compare_tensor(key, leaf, saved)
             elif kind == "tensor" and saved is not None and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = f"saved as {saved.kind} and the target is a tensor"
-            elif key in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
+            elif there in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = "saved as a value and the target is a tensor"
             elif kind == "value" and saved is not None and saved.kind not in _BYTES:
                 self._kinds[key] = f"saved as a {saved.kind} and the target is a {type(leaf).__name__}"
-            elif (key in self._per_rank) != (kind == "per_rank") and self._knows(key):
+            elif (there in self._per_rank) != (kind == "per_rank") and self._knows(there):
                 self._kinds[key] = (
-                    f"saved {'with' if key in self._per_rank else 'without'} PerRank, and the target is the other way"
+                    f"saved {'with' if there in self._per_rank else 'without'} PerRank, and the target is the other way"
                 )
-            elif not self._knows(key):
+            elif not self._knows(there):
                 self._missing.append(key)
 
     def _knows(self, key: str) -> bool:
@@ -172,19 +183,21 @@ def allocate(target: Target, describer: Describer, device: torch.device | str | 
     tensors = {t.key: t for t in manifest.tensors}
     made: dict[str, Any] = {}
     for key, leaf in target.flat.leaves.items():
-        saved = tensors.get(key)
+        saved = tensors.get(target.saved[key])
         if saved is None:
             continue
         if saved.kind in _BYTES:
-            made[key] = LongBytes(saved.kind, torch.empty(saved.shape, dtype=torch.uint8))
+            made[key] = LongBytes(saved.kind, new_tensor("uint8", saved.shape))
         elif isinstance(leaf, torch.Tensor) and leaf.is_meta:
             made[key] = materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
         elif isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
             made[key] = np.empty_like(leaf)
-    target.placements = [p for p in target.placements if p.item.key not in made]
+    anew = {target.saved[key] for key in made}
+    target.placements = [p for p in target.placements if p.item.key not in anew]
     for key, value in made.items():
         memory = value.buffer if isinstance(value, LongBytes) else value
-        target.placements.extend(placements_for(manifest, tensors[key], describer.describe(memory, key)))
+        saved = tensors[target.saved[key]]
+        target.placements.extend(placements_for(manifest, saved, describer.describe(memory, key)))
     target.results.update(made)
 
 
@@ -199,6 +212,24 @@ class LongBytes:
         """The bytes, as the type that was saved."""
         data: bytes = self.buffer.numpy().tobytes()
         return data if self.kind == "bytes" else bytearray(data)
+
+
+def _spellings(root: Branch, codec: Codec) -> tuple[dict[str, str], dict[str, str]]:
+    """The saved keys by the exact spelling of their paths, and by the plain one where only one path reads so."""
+    exact: dict[str, str] = {}
+    plain: dict[str, list[str]] = {}
+
+    def leaf(node: Node, path: Path) -> None:
+        exact[exact_path(path)] = node.key
+        plain.setdefault(show_path(path), []).append(node.key)
+
+    try:
+        build(root, lambda name: codec.decode(name, "a key"), leaf)
+    except ValueError as error:
+        raise (
+            error if isinstance(error, CheckpointError) else CheckpointDamaged(f"the tree is not valid: {error}")
+        ) from None
+    return exact, {text: keys[0] for text, keys in plain.items() if len(keys) == 1}
 
 
 def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:

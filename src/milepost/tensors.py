@@ -18,7 +18,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh
 from milepost.core.manifest import TensorKind
 from milepost.core.ranks import pack_ranks
-from milepost.errors import InvalidRequest, InvalidState
+from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 
 LONG_BYTES = 64 * 1024
 """Longer `bytes` go into the shard file like a tensor; shorter ones into the manifest."""
@@ -230,9 +230,14 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
-    """New memory on the CPU, not set to anything."""
-    # By way of bytes: asking for complex32 directly makes torch warn.
-    return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
+    """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not so much."""
+    try:
+        # By way of bytes: asking for complex32 directly makes torch warn.
+        return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
+    except (RuntimeError, MemoryError) as error:
+        raise UnsafeCheckpoint(
+            f"a tensor of {dtype} {shape} takes {size_bytes(dtype, shape):,} bytes, which cannot be had: {error}"
+        ) from None
 
 
 def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
@@ -258,7 +263,9 @@ def bytes_of(data: torch.Tensor, at_once_bytes: int) -> Iterator[memoryview]:
 
 def _raw(data: torch.Tensor) -> memoryview:
     # As bytes before they travel: torch warns when it makes a complex32 tensor.
-    array: Any = data.reshape(-1).view(torch.uint8).to("cpu").numpy()
+    # One run of memory, whatever its strides say: those of dimensions of size 1 mean nothing.
+    flat = data.as_strided((data.numel(),), (1,))
+    array: Any = flat.view(torch.uint8).to("cpu").numpy()
     return memoryview(array)
 
 

@@ -60,6 +60,8 @@ class Codec:
     def _encode_other(self, value: Any, key: str, depth: int) -> Any:
         kind = type(value)
         if self._types.get(kind.__qualname__) is kind:
+            if isinstance(value, enum.Flag):
+                return {"flag": [kind.__qualname__, value.value]}  # a combination has no name of its own
             if isinstance(value, enum.Enum):
                 return {"enum": [kind.__qualname__, value.name]}
             fields = [
@@ -73,7 +75,10 @@ class Codec:
         if spelled is not None:
             return spelled
         if self._allow_pickle:
-            return {"pickle": _text(pickle.dumps(value))}
+            try:
+                return {"pickle": _text(pickle.dumps(value))}
+            except Exception as error:
+                raise InvalidState(f"{key!r} is a {kind.__qualname__} that cannot be pickled: {error}") from error
         raise InvalidState(_refusal(value, key))
 
     def decode(self, data: Any, key: str) -> Any:
@@ -111,6 +116,11 @@ class Codec:
         kind, member = self._decode_class(content, key, "enum")
         return kind[member]
 
+    def decode_flag(self, content: Any, key: str) -> Any:
+        """Flags of an enum that the caller passed."""
+        kind, number = self._decode_class(content, key, "enum")
+        return kind(int(number))
+
     def decode_dataclass(self, content: Any, key: str, depth: int) -> Any:
         """An instance of a dataclass that the caller passed; its fields are set without running its `__init__`."""
         kind, fields = self._decode_class(content, key, "dataclass")
@@ -131,7 +141,10 @@ class Codec:
                 f"{key!r} was saved with pickle, which can run any code when it is read. "
                 "Pass allow_pickle=True if you trust who wrote the checkpoint."
             )
-        return pickle.loads(_bytes(content))
+        try:
+            return pickle.loads(_bytes(content))
+        except Exception as error:
+            raise ValueError(f"{key!r} cannot be unpickled: {error}") from error
 
 
 def _text(data: bytes) -> str:
@@ -147,10 +160,9 @@ def _encode_float(value: float) -> Any:
 
 
 def _encode_dict(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> Any:
-    inner = f"{key}.{{}}"
     pairs = []
     for k, v in value.items():
-        name = inner.format(k)
+        name = _inside(key, k)
         pairs.append([codec.encode_at(k, name, depth + 1), codec.encode_at(v, name, depth + 1)])
     return {"dict": pairs}
 
@@ -175,7 +187,7 @@ def _encode_torch(value: Any) -> Any:
     torch = sys.modules.get("torch")
     if torch is None:
         return None
-    if isinstance(value, torch.dtype):
+    if isinstance(value, torch.dtype) and str(value).removeprefix("torch.") in DTYPES:
         return {"torch.dtype": str(value).removeprefix("torch.")}
     if isinstance(value, torch.Size):
         return {"torch.Size": list(value)}
@@ -277,6 +289,7 @@ _READ: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "numpy": lambda c, v, k, d: _decode_numpy(v),
     "namedtuple": _decode_namedtuple,
     "enum": lambda c, v, k, d: c.decode_enum(v, k),
+    "flag": lambda c, v, k, d: c.decode_flag(v, k),
     "dataclass": lambda c, v, k, d: c.decode_dataclass(v, k, d),
     "pickle": lambda c, v, k, d: c.decode_pickle(v, k),
     "torch.dtype": lambda c, v, k, d: _decode_torch("dtype", v),

@@ -60,8 +60,12 @@ class Outcome(msgspec.Struct, frozen=True):
     def unpack(note: bytes) -> "Outcome":
         """The outcome that a note holds."""
         if note[:1] == b"!":
-            return msgspec.msgpack.decode(note[1:], type=Outcome)
+            return _OUTCOMES.decode(note[1:])
         return Outcome(note[1:7], note[7:])
+
+
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_OUTCOMES = msgspec.msgpack.Decoder(Outcome)
 
 
 class BoardComm:

@@ -27,6 +27,11 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     failures: tuple[tuple[str, Failure], ...] = ()
 
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_REPORTS = msgspec.msgpack.Decoder(Report)
+_VERDICTS = msgspec.msgpack.Decoder(Verdict)
+
+
 def nothing(payloads: list[bytes]) -> bytes:
     """The decision where all that counts is that every rank came, and well."""
     del payloads
@@ -55,7 +60,7 @@ def together(
         raise
 
     def judge(packed: list[bytes]) -> bytes:
-        reports = [msgspec.msgpack.decode(data, type=Report) for data in packed]
+        reports = [_REPORTS.decode(data) for data in packed]
         failures = {rank: r.failure for rank, r in enumerate(reports) if r.failure is not None}
         if failures:
             return msgspec.msgpack.encode(Verdict(failures=_grouped(failures)))
@@ -96,7 +101,7 @@ def _parting(comm: Comm, failure: Failure) -> bytes:
 
 
 def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | None) -> bytes:
-    verdict = msgspec.msgpack.decode(answer, type=Verdict)
+    verdict = _VERDICTS.decode(answer)
     if verdict.failures:
         raise combined(phase, verdict.failures, comm.rank) from mine
     return verdict.decision

@@ -152,7 +152,9 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
             raise ValueError(f"a tensor of shape {shape} has no dimension that {self.cuts} could cut")
         boxes = 1
         for dim, length in enumerate(shape):
-            boxes *= max(1, min(length, math.prod(size * stride for size, stride in self._steps(dim))))
+            steps = math.prod(size * stride for size, stride in self._steps(dim))
+            boxes *= max(1, min(length, steps))
+            boxes = max(boxes, steps)
         if boxes > MAX_BOXES:
             raise ValueError(f"this grid would cut a tensor of shape {shape} into more than {MAX_BOXES} boxes")
 

@@ -16,9 +16,13 @@ class Private(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[Tensor, ...]
 
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_RECORDS = msgspec.json.Decoder(Private)
+
+
 def read_private(data: bytes) -> Private:
     """Parse and check a record. Raises ValueError for anything that is not one."""
-    record = msgspec.json.decode(data, type=Private)
+    record = _RECORDS.decode(data)
     check_kinds(record.tree)
     grow(record.tree)
     for tensor in record.tensors:

@@ -17,7 +17,7 @@ def pack_ranks(ranks: Iterable[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=64)
 def unpack_ranks(text: str) -> tuple[int, ...]:
     """The sequence that `text` stands for. Raises ValueError for anything that is not such a text."""
     ranks: list[int] = []
@@ -32,7 +32,7 @@ def unpack_ranks(text: str) -> tuple[int, ...]:
     return tuple(ranks)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)
 def positions(text: str) -> dict[int, int]:
     """Where each rank of the sequence stands in it."""
     return {rank: i for i, rank in enumerate(unpack_ranks(text))}

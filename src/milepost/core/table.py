@@ -4,6 +4,7 @@ In a plain SPMD job all ranks have the same table, and comparing digests is enou
 stages), one table for each distinct digest is merged with the others; whatever contradicts is reported at once.
 """
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,7 +16,7 @@ from milepost.core.box import Box, Shape
 from milepost.core.layout import Boxes, Grid, Held, Layout, Whole, stack
 from milepost.core.manifest import PerRankValue, TensorKind, Value
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
-from milepost.core.tree import Node
+from milepost.core.tree import LEAVES, Node
 from milepost.core.tree import merge as merge_trees
 
 
@@ -91,6 +92,8 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
     tree: tuple[Node, ...] = ()
     try:
         tree = merge_trees([table.tree for _, table in tables])
+        twice = [key for key, count in Counter(node.key for node in tree if node.kind in LEAVES).items() if count > 1]
+        problems.extend(f"{key!r} stands at two places of the state; rename one of the keys" for key in twice[:50])
     except ValueError as error:
         problems.append(str(error))
     per_rank = _merge_per_rank(tables)

@@ -131,7 +131,12 @@ def children(value: Any) -> Iterable[tuple[Hashable, Any]]:
 
 def show_path(path: Path) -> str:
     """A path as people read it."""
-    return ".".join(str(part) for part in path)
+    return _printable(".".join(str(part) for part in path))
+
+
+def _printable(text: str) -> str:
+    """The text with lone surrogates, which no file can carry, spelled out."""
+    return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
 def exact_path(path: Path) -> str:
@@ -142,7 +147,7 @@ def exact_path(path: Path) -> str:
             parts.append(part.replace("\\", "\\\\").replace(".", "\\.").replace("<", "\\<"))
         else:
             parts.append(f"<{type(part).__name__} {part!r}>")
-    return ".".join(parts)
+    return _printable(".".join(parts))
 
 
 def _keys(paths: list[Path]) -> list[str]:
