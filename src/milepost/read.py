@@ -49,7 +49,8 @@ class VerifiedFile:
         except BaseException:
             self._reader.close()
             raise
-        self._start, self._window = 0, memoryview(b"")
+        self._memory = memoryview(bytearray(0))
+        self._start, self._window = 0, self._memory
         self._wanted: list[tuple[int, int]] = []
 
     def _open(self, store: Store, record: ShardFile) -> Reader:
@@ -126,11 +127,15 @@ class VerifiedFile:
 
     def _fill(self, low: int, high: int) -> None:
         kept_end = self._start + len(self._window)
-        buffer = memoryview(bytearray(high - low))
-        kept = 0
-        if self._start <= low < kept_end:
-            kept = min(kept_end, high) - low
-            buffer[:kept] = self._window[low - self._start : low - self._start + kept]
+        kept = min(kept_end, high) - low if self._start <= low < kept_end else 0
+        tail = self._window[low - self._start : low - self._start + kept] if kept else b""
+        if len(self._memory) < high - low:
+            # Kept for the whole file: a copy into memory that was touched before is several times faster.
+            room = min(WINDOW_BYTES + self._block, -(-self.header.data_bytes // self._block) * self._block)
+            self._memory = memoryview(bytearray(max(high - low, room)))
+        buffer = self._memory[: high - low]
+        buffer[:kept] = tail
+        self._window = self._memory[:0]  # until all of it is checked
         if low + kept < high:
             self._reader.read_into(self.header.header_bytes + low + kept, buffer[kept:])
         for block in range((low + kept) // self._block, -(-high // self._block)):
