@@ -45,17 +45,17 @@ class Spec:
 
 
 def large_specs(size_bytes: int) -> list[Spec]:
-    """About `size_bytes` of a transformer in training: bf16 weights and two fp32 moments for each."""
-    width = min(1024, int((size_bytes / 120) ** 0.5) // 64 * 64)
-    layers = max(1, round(size_bytes / (120 * width * width)))
+    """About `size_bytes` of a transformer in training: an embedding and layers, bf16 weights and two fp32 moments for each."""
+    width = min(2048, int((size_bytes / 240) ** 0.5) // 64 * 64)
+    layers = max(1, round(size_bytes / (120 * width * width)) - 1)
     square, wide, tall = (width, width), (4 * width, width), (width, 4 * width)
     shapes = {"q": square, "k": square, "v": square, "o": square, "up": wide, "down": tall, "norm": (width,)}
+    weights = {"embedding.weight": (12 * width, width)}
+    weights |= {f"layers.{i}.{name}.weight": shape for i in range(layers) for name, shape in shapes.items()}
     specs = []
-    for layer in range(layers):
-        for name, shape in shapes.items():
-            key = f"layers.{layer}.{name}.weight"
-            specs.append(Spec("model", key, shape, torch.bfloat16))
-            specs.extend(Spec("optimizer", f"{key}.{moment}", shape, torch.float32) for moment in ("m", "v"))
+    for key, shape in weights.items():
+        specs.append(Spec("model", key, shape, torch.bfloat16))
+        specs.extend(Spec("optimizer", f"{key}.{moment}", shape, torch.float32) for moment in ("m", "v"))
     return specs
 
 

@@ -5,14 +5,18 @@ would say to each other, and how large the manifest would be.
 """
 
 import math
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
+import msgspec
+
+from milepost.comm.together import Report, Verdict
 from milepost.core.agreement import Overview, Plan, Terms, agreement_id, find_terms, group_of, make_plan, overview
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.dtypes import DTYPES
-from milepost.core.layout import Cut, Grid, Mesh, Whole
+from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import Manifest, ShardFile, new_manifest, seal
 from milepost.core.plan import ReadItem, read_plan, written_by
@@ -95,6 +99,42 @@ class SimulatedSave:
     def manifest_bytes(self) -> int:
         """The size of the manifest. Sealing it also checks it."""
         return len(seal(self.manifest))
+
+    def exchange_bytes(self, steady: bool = False) -> int:
+        """What the ranks would say to each other in a save, each note counted when it is sent and when it is read.
+
+        `steady`: in a later save with the same `Plans`. Values and error texts come on top.
+        """
+        others = self.world - 1
+        goal = (1, "00000001-0123456789abcdef", self.terms.id if steady else b"")
+        total = self.world * _told(msgspec.msgpack.encode(goal))
+        if not steady:
+            terms = msgspec.json.encode(self.terms)
+            total += others * 2 * _said(bytes(16)) + self.world * _told(terms)
+            if len(self.tables) > 1:
+                sent = [_said(zlib.compress(msgspec.json.encode(table))) for table in self.tables.values()]
+                total += 2 * sum(sent) + 2 * max(others - len(sent), 0) * _said(b"") + self.world * _told(terms)
+        copied = any(
+            layout.replicas().shape[1] > 1 for layout in self.overview.layouts if not isinstance(layout, Boxes)
+        )
+        size = self.bytes_written(0)
+        result = (bytes(8), bytes(8), {bytes(8): bytes(8)} if copied else {}, size, 4096, bytes(8), size, b"")
+        answer = (True, size * self.world, False, False, ())
+        return (
+            total
+            + others * 2 * _said(msgspec.msgpack.encode(result))
+            + self.world * _told(msgspec.msgpack.encode(answer))
+        )
+
+
+def _said(payload: bytes) -> int:
+    """The size of a rank's note to the lead: where it is, and its report."""
+    return 6 + len(msgspec.msgpack.encode(Report(payload)))
+
+
+def _told(decision: bytes) -> int:
+    """The size of the lead's note to all: a sign, where it is, and its verdict."""
+    return 7 + len(msgspec.msgpack.encode(Verdict(decision)))
 
 
 def simulate_save(world: int, tensors: Rows | Mapping[str, Rows]) -> SimulatedSave:
