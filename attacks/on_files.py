@@ -6,9 +6,7 @@ import shutil
 import socket
 import stat
 from pathlib import Path
-from typing import Any
 
-import xxhash
 from attacks.forge import (
     Attack,
     Corpus,
@@ -235,27 +233,3 @@ def folders_100_deep_beside_the_data(folder: Path) -> None:
     for _ in range(100):
         place /= "d" * 20
     place.mkdir(parents=True)
-
-
-@corpus.attack("nothing")
-def last_generation_that_a_name_can_hold(folder: Path) -> None:
-    """The next save has no number left."""
-    make_good(folder)
-    record: dict[str, Any] = read_manifest(folder)
-    save_id = record["save_id"].replace("00000001", "99999999")
-    old = shard_path(folder).parent
-    for rank in range(2):  # the file's own notes name the save
-        path = old / f"{rank:05d}.safetensors"
-        data = path.read_bytes().replace(record["save_id"].encode(), save_id.encode())
-        path.write_bytes(data)
-    old.rename(old.parent / save_id)
-    _reseal(folder, record, save_id)
-
-
-def _reseal(folder: Path, record: dict[str, Any], save_id: str) -> None:
-    for file in record["files"]:
-        data = (folder / "data" / save_id / f"{file['rank']:05d}.safetensors").read_bytes()
-        file["checksum"] = xxhash.xxh3_64(data[: file["header_bytes"]] + data[-8:]).hexdigest()
-    record.update(save_id=save_id, generation=99_999_999)
-    write_manifest(folder, record)
-    manifest_path(folder).rename(folder / "manifest-99999999.json")

@@ -40,7 +40,7 @@ import torch
 from harness import Row
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard
+from milepost.comm import BoardComm, MemoryBoard, Phase
 from milepost.core import box, layout, ranks
 from milepost.core.agreement import Terms, group_of, make_plan
 from milepost.core.layout import Grid
@@ -217,6 +217,12 @@ def peak_bytes(action: Callable[[], Any]) -> tuple[int, Any]:
 # Milepost
 
 
+STEPS = {
+    Phase("", "", step).wire[4:]: step
+    for step in ("starting", "describing the state", "agreeing on the layout", "writing", "committing")
+}
+
+
 class Crowd:
     """A board for a job of which only some ranks run; each of the others is represented by one that has the same to say."""
 
@@ -232,8 +238,9 @@ class Crowd:
 
     def count_bytes(self, verb: str, name: str, note: bytes, times: int) -> None:
         """Add a message, under the step that it belongs to."""
-        step = msgspec.msgpack.decode(note)[0].rpartition("/")[2]
-        what = "the lead's answer" if name.endswith("/all") else "reports to the lead"
+        answer = name.endswith("/all")
+        step = STEPS[note[5:7] if answer else note[4:6]]  # the end of `Phase.wire`, which an answer has behind a sign
+        what = "the lead's answer" if answer else "reports to the lead"
         with self._lock:
             self.sent[f"{step}: {what}, {verb}"] += len(note) * times
 

@@ -148,6 +148,12 @@ def test_leftovers_are_not_a_checkpoint(tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["data", "manifest-00000002.json"]
 
 
+def test_after_the_last_generation_that_has_a_name_a_save_is_refused(tmp_path):
+    (tmp_path / "manifest-99999999.json").write_bytes(b"")
+    with pytest.raises(milepost.InvalidRequest, match="generation 99999999, the last that has a name"):
+        milepost.save(state(1), tmp_path)
+
+
 def test_a_renamed_manifest_is_damage(tmp_path):
     milepost.save(state(1), tmp_path)
     (tmp_path / "manifest-00000001.json").rename(tmp_path / "manifest-00000007.json")
