@@ -214,3 +214,24 @@ def test_a_hundred_ranks_save_and_load_with_explicit_boxes_and_grids():
     assert torch.equal(state["boxes"], torch.arange(world).repeat_interleave(7))
     expected = torch.cat([torch.full(grid.local_shape((250, 3), r), float(r)) for r in range(world)])
     assert torch.equal(state["grid"], expected)
+
+
+def test_a_manifest_too_large_to_travel_is_read_by_each_rank_and_must_be_the_same():
+    store, other = milepost.MemoryStore("memory://same"), milepost.MemoryStore("memory://same")
+    many = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(1000)}
+    milepost.save(many, store)
+    milepost.save({**many, "layers.0.weight": torch.full((1,), 9.0)}, other)
+    assert len(store.objects["manifest-00000001.json"]) > 64 * 1024
+
+    def work(comm):
+        target = {key: torch.zeros(1) for key in many}
+        milepost.load(target, store, process_group=comm)
+        return [t.item() for t in target.values()] == [float(i) for i in range(1000)]
+
+    assert run_ranks(3, work) == [True] * 3
+
+    def astray(comm):
+        with pytest.raises(milepost.CheckpointDamaged, match=r"rank 1 does not find the manifest of generation 1"):
+            milepost.load({k: torch.zeros(1) for k in many}, other if comm.rank == 1 else store, process_group=comm)
+
+    run_ranks(3, astray)
