@@ -240,8 +240,9 @@ class _Save:
             return _Answer(replan=True)
         self._results, self._everything = results, everything
         drifted = compare([result.replicas for result in results])
-        if drifted or not _equal_values(results, everything):
-            return _Answer(values_differ=not _equal_values(results, everything), replicas_differ=tuple(drifted))
+        unequal = not _equal_values(results, everything)
+        if drifted or unequal:
+            return _Answer(values_differ=unequal, replicas_differ=tuple(drifted))
         return self._commit(goal, described)
 
     def _commit(self, goal: _Goal, described: Described) -> _Answer:

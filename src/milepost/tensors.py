@@ -17,7 +17,6 @@ from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh
 from milepost.core.manifest import TensorKind
-from milepost.core.ranks import pack_ranks
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 
 LONG_BYTES = 64 * 1024
@@ -272,11 +271,6 @@ def _raw(data: torch.Tensor) -> memoryview:
 def size_bytes(dtype: str, shape: Shape) -> int:
     """How many bytes a tensor takes."""
     return math.prod(shape) * DTYPES[dtype].size_bytes
-
-
-def replica_ranks(ranks: tuple[int, ...]) -> str:
-    """A name for a set of ranks that hold the same."""
-    return pack_ranks(sorted(ranks))
 
 
 def materialise(value: Any, dtype: str, shape: Shape, device: torch.device | str | None) -> Any:

@@ -196,7 +196,7 @@ class BoardComm:
         if outcome.odd or outcome.wire != phase.wire:
             odd = outcome.odd or {self._lead: outcome.wire}
             there = ", ".join(
-                f"rank {r} is at another {'step of this' if phase.same_call(wire) else ''} call"
+                f"rank {r} is at another {'step of this call' if phase.same_call(wire) else 'call'}"
                 for r, wire in list(odd.items())[:5]
                 if r != self._rank
             )
