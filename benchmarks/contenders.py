@@ -1,31 +1,28 @@
-"""What is compared: Milepost, DCP, the raw disk and safetensors, each as a function that saves or loads a `State`."""
+"""What is compared: Milepost, DCP, the raw disk and others, each as functions that save and load a `State`."""
 
-import mmap
+import contextlib
+import inspect
 import os
-from concurrent.futures import ThreadPoolExecutor
+import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import raw
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import xxhash
+from showing import DCP, DIRECT, MILEPOST, RAW, SAFETENSORS, UNVERIFIED
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 import milepost
 
-PIECE_BYTES = 1 << 20
-"""What raw hands to the kernel at a time. Larger calls at round offsets get huge pages for the page cache, and in a virtual
-machine that gives free memory back to its host those took up to three times the CPU seconds."""
-
-DIRECT_PIECES = 8
-"""What raw direct writes at a time."""
-
-_MOST_VIEWS = 1024  # what one call of pwritev or preadv takes
-_PAGE = 4096
 _ALIGN = 64
 
 
@@ -65,33 +62,52 @@ def small_specs(count: int) -> list[Spec]:
 
 
 class State:
-    """A state with known contents: plain tensors, or DTensors cut along `dim` over a mesh."""
+    """A state with known contents: plain tensors on a device, or DTensors cut along `dim` over a mesh.
 
-    def __init__(self, specs: list[Spec], mesh: DeviceMesh | None = None, dim: int = 0) -> None:
+    On the CPU all tensors lie in one piece of memory of whole pages (`memory`), which raw transfers as it is. Each is
+    a storage of its own, aligned like any tensor, so that nobody else can tell.
+    """
+
+    def __init__(self, specs: list[Spec], mesh: DeviceMesh | None = None, dim: int = 0, device: str = "cpu") -> None:
         # All contents are windows of one block of random bytes: any part of any tensor can be compared at no cost.
         largest = max(spec.size_bytes for spec in specs)
-        bytes_ = torch.randint(256, (largest + _ALIGN * len(specs),), dtype=torch.uint8, generator=_seeded())
+        bytes_ = torch.randint(256, (largest + _ALIGN * len(specs),), dtype=torch.uint8, generator=_seeded()).to(device)
         self.value: dict[str, Any] = {"step": 12345}
         self.locals: list[torch.Tensor] = []
         self._expected: list[torch.Tensor] = []
         self._specs = specs
-        for i, spec in enumerate(specs):
-            whole = bytes_[i * _ALIGN :][: spec.size_bytes].view(spec.dtype).view(spec.shape)
-            self._add(spec, whole, mesh, min(dim, len(spec.shape) - 1))
-        self.size_bytes = sum(local.nbytes for local in self.locals)
-        self.pieces = _pieces([memoryview(local.view(-1).view(torch.uint8).numpy()) for local in self.locals])
+        wholes = [
+            bytes_[i * _ALIGN :][: spec.size_bytes].view(spec.dtype).view(spec.shape) for i, spec in enumerate(specs)
+        ]
+        parts = [_part(whole, mesh, dim) for whole in wholes]
+        self.size_bytes = sum(part.nbytes for part in parts)
+        self.memory = raw.aligned(sum(_room(part) for part in parts) if device == "cpu" else 0)
+        self._used = 0
+        for spec, whole, part in zip(specs, wholes, parts, strict=True):
+            self._add(spec, whole, part, mesh, dim)
 
-    def _add(self, spec: Spec, whole: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> None:
-        part = whole if mesh is None else whole.chunk(mesh.size(), dim)[mesh.get_local_rank()]
-        local = torch.empty(part.shape, dtype=part.dtype).copy_(part)
+    def _add(self, spec: Spec, whole: torch.Tensor, part: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> None:
+        local = self._empty_like(part).copy_(part)
         self._expected.append(part)
         self.locals.append(local)
         value: torch.Tensor = local
         if mesh is not None:
-            value = DTensor.from_local(
-                local, mesh, [Shard(dim)], run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            cut = [Shard(min(dim, whole.dim() - 1))]
+            value = DTensor.from_local(local, mesh, cut, run_check=False, shape=whole.shape, stride=whole.stride())
         self.value.setdefault(spec.group, {})[spec.key] = value
+
+    def _empty_like(self, part: torch.Tensor) -> torch.Tensor:
+        if part.device.type != "cpu":
+            return torch.empty(part.shape, dtype=part.dtype, device=part.device)
+        window = self.memory[self._used : self._used + part.nbytes]
+        self._used += _room(part)
+        return torch.frombuffer(window, dtype=part.dtype).view(part.shape)
+
+    @property
+    def flat(self) -> dict[str, torch.Tensor]:
+        """All tensors by one name each."""
+        groups = [group for group in self.value if group != "step"]
+        return {f"{group}.{key}": tensor for group in groups for key, tensor in self.value[group].items()}
 
     def scribble(self) -> None:
         """Forget all contents."""
@@ -105,11 +121,50 @@ class State:
                 raise AssertionError(f"{who} loaded something else than was saved into {spec.key}")
 
 
+def _part(whole: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> torch.Tensor:
+    return whole if mesh is None else whole.chunk(mesh.size(), min(dim, whole.dim() - 1))[mesh.get_local_rank()]
+
+
+def _room(part: torch.Tensor) -> int:
+    return -(-part.nbytes // _ALIGN) * _ALIGN
+
+
 def _seeded() -> torch.Generator:
     return torch.Generator().manual_seed(20)
 
 
-# Each writes into a folder that is there and empty, and is done when the bytes are durable.
+Call = Callable[[State, Path], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """Files of one kind: who writes them, and who reads them.
+
+    Each writer finds an empty folder and is done when the bytes are durable. The first of them writes what is read.
+    """
+
+    savers: dict[str, Call]
+    loaders: dict[str, Call]
+
+    def writes(self) -> Call:
+        """The writer of the files that the loaders read."""
+        return next(iter(self.savers.values()))
+
+
+# Milepost and DCP, on any number of ranks
+
+
+def milepost_format(unverified: bool = False) -> Format:
+    """Milepost as it comes; if `unverified`, also without looking at checksums, where it can do that."""
+    loaders: dict[str, Call] = {MILEPOST: milepost_load}
+    if unverified and milepost_can("load", "verify"):
+        loaders[UNVERIFIED] = partial(milepost_load, verify=False)
+    return Format({MILEPOST: milepost_save}, loaders)
+
+
+def milepost_can(function: str, option: str) -> bool:
+    """Whether a function of this Milepost has an option, so that an older one can be measured too."""
+    return option in inspect.signature(getattr(milepost, function)).parameters
 
 
 def milepost_save(state: State, folder: Path) -> None:
@@ -117,9 +172,9 @@ def milepost_save(state: State, folder: Path) -> None:
     milepost.save(state.value, folder / "checkpoint")
 
 
-def milepost_load(state: State, folder: Path) -> None:
+def milepost_load(state: State, folder: Path, **options: Any) -> None:
     """Milepost as it comes: every byte verified."""
-    milepost.load(state.value, folder / "checkpoint")
+    milepost.load(state.value, folder / "checkpoint", **options)
 
 
 def dcp_save(state: State, folder: Path) -> None:
@@ -132,110 +187,150 @@ def dcp_load(state: State, folder: Path) -> None:
     dcp.load(state.value, storage_reader=dcp.FileSystemReader(folder / "checkpoint"))
 
 
+def dcp_format() -> Format:
+    """DCP as it comes."""
+    return Format({DCP: dcp_save}, {DCP: dcp_load})
+
+
+def block_bytes(kept: Path) -> int:
+    """How many bytes each checksum covers in the checkpoint that `milepost_save` left in this folder."""
+    with milepost.open(kept / "checkpoint") as checkpoint:
+        return checkpoint.manifest.block_bytes
+
+
+def hash_blocks(state: State, size_bytes: int) -> None:
+    """The checksums that a save computes, and nothing else."""
+    for start in range(0, len(state.memory), size_bytes):
+        xxhash.xxh3_64_intdigest(state.memory[start : start + size_bytes])
+
+
+# The raw disk
+
+
+def raw_format(direct: bool, preallocate: bool = True) -> Format:
+    """One file for each rank with the bytes of its tensors; also past the page cache, if `direct`."""
+    savers: dict[str, Call] = {RAW: _raw(partial(raw.write, preallocate=preallocate))}
+    loaders: dict[str, Call] = {RAW: _raw(raw.read)}
+    if direct:
+        savers[DIRECT], loaders[DIRECT] = _raw(raw.write_direct), _raw(raw.read_direct)
+    return Format(savers, loaders)
+
+
+def _raw(call: Callable[[Path, memoryview, int], None]) -> Call:
+    def run(state: State, folder: Path) -> None:
+        rank = dist.get_rank() if dist.is_initialized() else 0
+        call(folder / f"{rank}.bin", state.memory, len(state.memory))
+
+    return run
+
+
+# What works in one process only. These load into new memory, and copy: as `load_state_dict` does after them.
+
+
+def single_formats() -> dict[str, Format | None]:
+    """By the module that each needs; None where that is not installed."""
+    made = {
+        "safetensors": lambda: Format({SAFETENSORS: safetensors_save}, {SAFETENSORS: safetensors_load}),
+        "torch_checkpointing": lambda: Format(
+            {"torch_checkpointing": torch_checkpointing_save}, {"torch_checkpointing": torch_checkpointing_load}
+        ),
+        "orbax": lambda: Format({"Orbax": orbax_save}, {"Orbax": orbax_load}),
+    }
+    formats: dict[str, Format | None] = {"torch": Format({"torch.save": torch_save}, {"torch.load": torch_load})}
+    return formats | {name: make() if find_spec(name) else None for name, make in made.items()}
+
+
+def fault_of(form: Format, folder: Path) -> str | None:
+    """Why this format cannot take part, found by saving and loading a small state with it; None if it can."""
+    state = State(small_specs(4))
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        try:
+            form.writes()(state, Path(place))
+            for who, load in form.loaders.items():
+                state.scribble()
+                load(state, Path(place))
+                state.check(who)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+    return None
+
+
+def torch_save(state: State, folder: Path) -> None:
+    """`torch.save`, then fsync."""
+    torch.save(state.value, folder / "all.pt")
+    _sync_all(folder)
+
+
+def torch_load(state: State, folder: Path) -> None:
+    """`torch.load` without a memory map."""
+    loaded = torch.load(folder / "all.pt", mmap=False, weights_only=True)
+    _copy_in(state, {f"{group}.{key}": t for group in loaded.keys() - {"step"} for key, t in loaded[group].items()})
+
+
 def safetensors_save(state: State, folder: Path) -> None:
-    """`safetensors.torch.save_file`, then fsync. One process only."""
+    """`safetensors.torch.save_file`, then fsync."""
     from safetensors.torch import save_file
 
-    path = folder / "all.safetensors"
-    save_file(
-        {f"{group}.{key}": t for group in state.value.keys() - {"step"} for key, t in state.value[group].items()}, path
-    )
-    handle = os.open(path, os.O_RDONLY)
-    os.fsync(handle)
-    os.close(handle)
+    save_file(state.flat, folder / "all.safetensors")
+    _sync_all(folder)
 
 
-def raw_save(state: State, folder: Path) -> None:
-    """The same bytes into one file for each rank with pwritev, then fsync."""
-    handle = os.open(_own_file(folder), os.O_CREAT | os.O_WRONLY, 0o666)
-    try:
-        _transfer(os.pwritev, handle, state.pieces)
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+def safetensors_load(state: State, folder: Path) -> None:
+    """`safetensors.torch.load_file`: tensors over a memory map, whose pages come with the copy."""
+    from safetensors.torch import load_file
+
+    _copy_in(state, load_file(folder / "all.safetensors"))
 
 
-def raw_load(state: State, folder: Path) -> None:
-    """What `raw_save` wrote, with preadv straight into place."""
-    handle = os.open(_own_file(folder), os.O_RDONLY)
-    try:
-        _transfer(os.preadv, handle, state.pieces)
-    finally:
-        os.close(handle)
+def torch_checkpointing_save(state: State, folder: Path) -> None:
+    """Its synchronous saver, then fsync."""
+    from torch_checkpointing import CheckpointManager
+
+    with contextlib.closing(CheckpointManager(CheckpointManager.Config.with_sync_save())) as manager:
+        pending = manager.save(str(folder / "checkpoint"), dict(state.value))
+        if hasattr(pending, "result"):
+            pending.result()
+    _sync_all(folder)
 
 
-class DirectSaver:
-    """The same bytes past the page cache: copied to aligned buffers, each written by a thread while another is filled."""
+def torch_checkpointing_load(state: State, folder: Path) -> None:
+    """In place, if it can."""
+    from torch_checkpointing import CheckpointManager
 
-    def __init__(self, world: int) -> None:
-        self._threads = 2 if world == 1 else 1
-        self._size = DIRECT_PIECES * PIECE_BYTES
-        self._buffers = [np.frombuffer(mmap.mmap(-1, self._size), dtype=np.uint8) for _ in range(self._threads)]
-        for buffer in self._buffers:
-            buffer[:] = 1
+    with contextlib.closing(CheckpointManager(CheckpointManager.Config.with_sync_save())) as manager:
+        manager.load(str(folder / "checkpoint"), into=dict(state.value))
 
-    @staticmethod
-    def works_in(folder: Path) -> bool:
-        """Whether this file system has direct I/O."""
-        path = folder / "probe"
+
+def orbax_save(state: State, folder: Path) -> None:
+    """Its checkpointer for trees, of arrays of bytes (numpy has no bfloat16), then fsync."""
+    import orbax.checkpoint as orbax
+
+    with orbax.StandardCheckpointer() as checkpointer:
+        tree = {key: tensor.view(torch.uint8).numpy() for key, tensor in state.flat.items()}
+        checkpointer.save((folder / "checkpoint").absolute(), tree)
+        checkpointer.wait_until_finished()
+    _sync_all(folder)
+
+
+def orbax_load(state: State, folder: Path) -> None:
+    """The same tree, into new memory."""
+    import orbax.checkpoint as orbax
+
+    with orbax.StandardCheckpointer() as checkpointer:
+        tree = checkpointer.restore((folder / "checkpoint").absolute())
+    for key, tensor in state.flat.items():
+        np.copyto(tensor.view(torch.uint8).numpy(), np.asarray(tree[key]))
+
+
+def _copy_in(state: State, loaded: dict[str, torch.Tensor]) -> None:
+    for key, tensor in state.flat.items():
+        tensor.copy_(loaded[key])
+
+
+def _sync_all(folder: Path) -> None:
+    for path in [*folder.rglob("*"), folder]:
+        handle = os.open(path, os.O_RDONLY)
         try:
-            os.close(os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o666))
-        except OSError:
-            return False
-        finally:
-            path.unlink(missing_ok=True)
-        return True
-
-    def __call__(self, state: State, folder: Path) -> None:
-        """Write, cut off the padding of the last page, and fsync."""
-        handle = os.open(_own_file(folder), os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o666)
-        try:
-            with ThreadPoolExecutor(self._threads) as pool:
-                list(pool.map(lambda i: self._write(handle, state.pieces, i), range(self._threads)))
-            os.ftruncate(handle, state.size_bytes)
             os.fsync(handle)
         finally:
             os.close(handle)
-
-    def _write(self, handle: int, pieces: list[list[memoryview]], first: int) -> None:
-        buffer = self._buffers[first]
-        for i in range(first, -(-len(pieces) // DIRECT_PIECES), self._threads):
-            filled = 0
-            for view in chain(*pieces[i * DIRECT_PIECES : (i + 1) * DIRECT_PIECES]):
-                np.copyto(buffer[filled : filled + len(view)], np.frombuffer(view, dtype=np.uint8))
-                filled += len(view)
-            padded = memoryview(buffer)[: -(-filled // _PAGE) * _PAGE]
-            if os.pwrite(handle, padded, i * self._size) != len(padded):
-                raise OSError("a direct write was cut short")
-
-
-def _own_file(folder: Path) -> Path:
-    return folder / f"{dist.get_rank() if dist.is_initialized() else 0}.bin"
-
-
-def _transfer(call: Any, handle: int, pieces: list[list[memoryview]]) -> None:
-    """Hand all pieces to pwritev or preadv, one after the other in the file."""
-    position = 0
-    for piece in pieces:
-        for first in range(0, len(piece), _MOST_VIEWS):
-            views = piece[first : first + _MOST_VIEWS]
-            wanted = sum(map(len, views))
-            if call(handle, views, position) != wanted:
-                raise OSError("a transfer was cut short")
-            position += wanted
-
-
-def _pieces(views: list[memoryview]) -> list[list[memoryview]]:
-    """All bytes in order, in pieces of PIECE_BYTES."""
-    pieces: list[list[memoryview]] = [[]]
-    room = PIECE_BYTES
-    for view in views:
-        start = 0
-        while start < len(view):
-            if not room:
-                pieces.append([])
-                room = PIECE_BYTES
-            step = min(room, len(view) - start)
-            pieces[-1].append(view[start : start + step])
-            start, room = start + step, room - step
-    return pieces

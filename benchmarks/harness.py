@@ -1,12 +1,14 @@
-"""Shared by the benchmarks: start ranks, measure fairly, lay out results. Linux only; torch is imported in the ranks alone.
+"""Shared by the benchmarks: start ranks and measure fairly. Linux only; torch is imported in the ranks alone.
 
 What makes a comparison fair here:
 
 * Contenders take turns within a round, in another order each time. A first round is thrown away.
 * Every run starts from the same pages. Memory that was never touched, or has been free for long, is several times
   slower at first use, above all in virtual machines. So the state is allocated and filled once; freed heap goes back
-  to the system before each run; a write starts right after a filler of the same size was written and deleted, so that
-  the page cache gets the pages that this gave back; a read finds its files in the page cache.
+  to the system before each run; and each run starts right after a filler of the size of the state was written and
+  deleted, so that the page cache and the contenders get the pages that this gave back.
+* A save starts with nothing left to sync. A warm load finds its files in the page cache, a cold one finds none of
+  them there. Targets are overwritten before each load.
 * Ratios are taken within a round, where contenders share the noise of the machine, and the median of these is shown.
 """
 
@@ -32,6 +34,7 @@ from typing import Any
 
 RANK_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
 PRELOAD = ("milepost.api", "torch.distributed.checkpoint", "torch.distributed.tensor", "safetensors.torch")
+DROP_CACHES = Path("/proc/sys/vm/drop_caches")
 _BUFFER_BYTES = 4 << 20
 _STOP_S = 10.0
 
@@ -53,30 +56,38 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run of all ranks: from the first start to the last end; the memory is that of the rank that took most."""
+    """One run of all ranks: from the first start to the last end."""
 
     wall_s: float
     cpu_s: float
     read_bytes: int
-    peak_bytes: int
 
 
 @dataclass(slots=True)
 class Measured:
-    """What one rank measured in one case, by contender. `size_bytes` is what this rank saves or needs."""
+    """What one rank measured in one case, by contender. `size_bytes` is what this rank saves or needs.
+
+    `peaks` is the most memory that a contender took beyond what was there, the round that is thrown away included: who
+    keeps memory from one call to the next takes it only then.
+    """
 
     case: str
     size_bytes: int
     samples: dict[str, list[Sample]] = field(default_factory=dict)
+    peaks: dict[str, int] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of questions: the runs of each contender, in the order of the rounds."""
+    """One line of questions: the runs of each contender, in the order of the rounds; `peaks` are of the rank that took most."""
 
     name: str
     size_bytes: int
     runs: dict[str, list[Run]]
+    peaks: dict[str, int]
+    world: int
+    notes: tuple[str, ...] = ()
 
     @property
     def loads(self) -> bool:
@@ -88,23 +99,12 @@ class Case:
         return statistics.median(getattr(run, what) for run in self.runs[contender])
 
     def ratio(self, contender: str, others: tuple[str, ...]) -> float | None:
-        """How many times as long as the fastest of `others` in the same round; None where none of them ran."""
+        """How many times as long as the fastest of `others` in the same round; None where one or all of them did not run."""
         present = [self.runs[other] for other in others if other in self.runs]
-        if not present:
+        if not present or contender not in self.runs:
             return None
         best = [min(run.wall_s for run in runs) for runs in zip(*present, strict=True)]
         return statistics.median(run.wall_s / base for run, base in zip(self.runs[contender], best, strict=True))
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One result. `bar` says what it should be ("<= 1.15"); it and `ok` are None where nothing was promised."""
-
-    name: str
-    value: float
-    unit: str
-    bar: str | None = None
-    ok: bool | None = None
 
 
 # On the ranks
@@ -116,12 +116,13 @@ class Meter:
     def __init__(self, rank: int, world: int, rounds: int, barrier: Callable[[], None]) -> None:
         self.rank, self.world, self.rounds, self.barrier = rank, world, rounds, barrier
         self.results: list[Measured] = []
+        self.notes: list[str] = []
         self._buffer = bytearray(_BUFFER_BYTES)
         self._libc = ctypes.CDLL(None)
 
     def case(self, name: str, size_bytes: int, runs: dict[str, "Planned"]) -> None:
         """Let the contenders take turns, and keep what each round but the first shows."""
-        measured = Measured(name, size_bytes, {contender: [] for contender in runs})
+        measured = Measured(name, size_bytes, {contender: [] for contender in runs}, notes=self.notes)
         self.results.append(measured)
         gc.freeze()  # what is there now stays: without this each collection takes longer than a small case
         began = time.monotonic()
@@ -132,6 +133,7 @@ class Meter:
                 if turn == 0:
                     planned.before_first()
                 sample = self._measure(planned)
+                measured.peaks[contender] = max(sample.peak_bytes, measured.peaks.get(contender, 0))
                 if turn == 0:
                     planned.after_first()
                 else:
@@ -160,20 +162,55 @@ class Meter:
             shutil.rmtree(folder, ignore_errors=True)
 
     def recycle(self, folder: Path, size_bytes: int) -> None:
-        """Make pages of the page cache free that were in use just now, so that a write of as many bytes will get these."""
+        """Make pages free that were in use just now, so that whoever needs as many bytes of new memory will get these.
+
+        The last thing before a run: what stays free for a second or two goes back to the host of a virtual machine.
+        """
         filler = folder / f"filler-{self.rank}"
         with filler.open("wb", buffering=0) as file:
             while size_bytes > 0:
                 size_bytes -= file.write(self._buffer)
         filler.unlink()  # before the kernel has begun to write it back
 
+    def settle(self) -> None:
+        """Leave the disk nothing to do for others, once for all ranks."""
+        self.barrier()
+        if self.rank == 0:
+            os.sync()
+        self.barrier()
+
+    def chill(self, folder: Path) -> None:
+        """Take the files of a folder out of the page cache, once for all ranks; everything, where we may."""
+        self.barrier()
+        if self.rank == 0:
+            _drop(folder)
+        self.barrier()
+
     def warm(self, folder: Path) -> None:
         """Bring the files of a folder into the page cache; the ranks share the work."""
-        files = sorted(path for path in folder.rglob("*") if path.is_file())
-        for path in files[self.rank :: self.world]:
+        for path in _files(folder)[self.rank :: self.world]:
             with path.open("rb", buffering=0) as file:
                 while file.readinto(self._buffer):
                     pass
+
+
+def may_drop_caches() -> bool:
+    """Whether we may empty the page cache of the whole machine."""
+    return os.access(DROP_CACHES, os.W_OK)
+
+
+def _drop(folder: Path) -> None:
+    for path in _files(folder):
+        handle = os.open(path, os.O_RDONLY)
+        os.fsync(handle)  # what is not written yet would stay
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+    if may_drop_caches():
+        DROP_CACHES.write_text("1")
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file())
 
 
 def _nothing() -> None:
@@ -265,7 +302,8 @@ def _merge(group: tuple[Measured, ...]) -> Case:
         contender: [_merge_run(samples) for samples in zip(*(m.samples[contender] for m in group), strict=True)]
         for contender in group[0].samples
     }
-    return Case(group[0].case, sum(m.size_bytes for m in group), runs)
+    peaks = {contender: max(m.peaks[contender] for m in group) for contender in runs}
+    return Case(group[0].case, sum(m.size_bytes for m in group), runs, peaks, len(group), tuple(group[0].notes))
 
 
 def _merge_run(samples: tuple[Sample, ...]) -> Run:
@@ -273,7 +311,6 @@ def _merge_run(samples: tuple[Sample, ...]) -> Run:
         wall_s=max(s.end_s for s in samples) - min(s.start_s for s in samples),
         cpu_s=sum(s.cpu_s for s in samples),
         read_bytes=sum(s.read_bytes for s in samples),
-        peak_bytes=max(s.peak_bytes for s in samples),
     )
 
 
@@ -285,7 +322,9 @@ def work_folder(parent: Path | None, need_bytes: int) -> Iterator[Path]:
     try:
         free = shutil.disk_usage(folder).free
         if free < need_bytes:
-            sys.exit(f"{folder} has {free / 1e9:.1f} GB free and this needs {need_bytes / 1e9:.1f}; pass --dir")
+            sys.exit(
+                f"{folder} has {free / 1e9:.1f} GB free and this needs {need_bytes / 1e9:.1f}: choose another folder"
+            )
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
@@ -298,16 +337,11 @@ def kind_of_disk(folder: Path) -> str:
     return max(inside)[1] if inside else "unknown"
 
 
-# Showing
-
-
-def format_table(heads: list[str], lines: list[list[str]]) -> str:
-    """A table of text: the first two columns to the left, the rest to the right."""
-    widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
-    heads_and_lines = [heads, ["-" * width for width in widths], *lines]
-    return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in heads_and_lines)
-
-
-def _cells(line: list[str], widths: list[int]) -> Iterator[str]:
-    for i, (cell, width) in enumerate(zip(line, widths, strict=True)):
-        yield cell.ljust(width) if i < 2 else cell.rjust(width)
+def run_main(main: Callable[[], None]) -> None:
+    """Run a benchmark; end with 1 and a traceback if a rank failed, with 130 after Ctrl-C."""
+    try:
+        main()
+    except RankFailed as error:
+        sys.exit(f"the benchmark failed on {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

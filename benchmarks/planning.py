@@ -34,10 +34,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import harness
 import msgspec
 import torch
-from harness import Row
+from showing import Row, format_table
 
 import milepost
 from milepost.comm import BoardComm, MemoryBoard, Phase
@@ -622,7 +621,7 @@ def milepost_table(results: Results) -> str:
                 line += [f"{s.median('lead, first'):.3f}", s.spread("lead, first"), f"{s.median('lead, steady'):.3f}"]
                 line += [_size(s.median(f"bytes, {when}")) for when in ("first", "steady")]
             lines.append(line + [""] * (len(heads) - len(line)))
-    return harness.format_table(heads, lines)
+    return format_table(heads, lines)
 
 
 def comparison(results: Results) -> str:
@@ -651,7 +650,7 @@ def comparison(results: Results) -> str:
         "[2] Milepost: sent and read, both counted. DCP: counted once, the broadcast metadata as size x (ranks - 1).",
         f"Milepost always with {all_tensors} tensors; where DCP had fewer, the ratio is a lower limit.",
     )
-    return "\n".join([harness.format_table(heads, lines), *notes])
+    return "\n".join([format_table(heads, lines), *notes])
 
 
 def messages_table(results: Results) -> str:
@@ -661,7 +660,7 @@ def messages_table(results: Results) -> str:
         for when, steps in zip(("first", "steady"), results.by_step, strict=True)
         for step, size in sorted(steps.items())
     ]
-    table = harness.format_table(["save", f"messages, FSDP, {BAR_WORLD} ranks", "bytes"], lines)
+    table = format_table(["save", f"messages, FSDP, {BAR_WORLD} ranks", "bytes"], lines)
     checks = [
         f"{world} ranks: real threads {real[0]} and {real[1]} bytes, stand-ins {crowd[0]} and {crowd[1]}"
         for world, (real, crowd) in results.real.items()
@@ -674,7 +673,7 @@ def messages_table(results: Results) -> str:
 def bars_table(rows: list[Row]) -> str:
     """The rows that have a bar."""
     lines = [["met" if r.ok else "MISSED", r.name, f"{r.value:.4g} {r.unit}", r.bar or ""] for r in rows if r.bar]
-    return harness.format_table(["", "bar", "value", "wanted"], lines)
+    return format_table(["", "bar", "value", "wanted"], lines)
 
 
 def draw(results: Results, file: Path) -> None:

@@ -12,17 +12,17 @@ import milepost
 
 ROOT = Path(milepost.__file__).parent
 LAYERS = [
-    ["errors", "version"],
+    ["errors", "version", "pause"],
     ["core"],
     ["store", "comm"],
-    ["values", "tensors", "state", "report"],
-    ["write", "read", "place", "commit", "describing", "replicas", "privates", "targets"],
+    ["values", "tensors", "state", "report", "transfer", "memory"],
+    ["bar", "write", "read", "place", "commit", "describing", "replicas", "privates", "targets"],
     ["agreeing", "saving", "loading", "checkpoint"],
     ["api", "opening"],
     ["", "testing"],
 ]
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}
-PURE |= {"numpy", "xxhash"}
+PURE |= {"numpy", "operator", "xxhash"}
 
 
 def modules():

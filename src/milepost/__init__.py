@@ -30,10 +30,12 @@ from milepost.errors import (
 from milepost.opening import open_checkpoint as open
 from milepost.report import Report
 from milepost.store import LocalStore, MemoryStore, Store
+from milepost.transfer import Progress, Transfer
 from milepost.version import __version__
 
 if TYPE_CHECKING:
     from milepost.api import explain, load, save
+    from milepost.bar import ProgressBar
     from milepost.saving import Receipt
     from milepost.state import PerRank, Stateful
     from milepost.tensors import Sharded
@@ -51,6 +53,8 @@ __all__ = [
     "MemoryStore",
     "PerRank",
     "Plans",
+    "Progress",
+    "ProgressBar",
     "RanksDisagree",
     "RanksMissing",
     "Receipt",
@@ -61,6 +65,7 @@ __all__ = [
     "Stateful",
     "StorageError",
     "Store",
+    "Transfer",
     "UnsafeCheckpoint",
     "UnsupportedFormat",
     "Verification",
@@ -71,7 +76,8 @@ __all__ = [
     "save",
 ]
 
-_NEED_TORCH = {
+_WHEN_USED = {
+    "ProgressBar": "milepost.bar",
     "explain": "milepost.api",
     "load": "milepost.api",
     "save": "milepost.api",
@@ -83,9 +89,9 @@ _NEED_TORCH = {
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch when it is first used."""
-    if name in _NEED_TORCH:
-        return getattr(importlib.import_module(_NEED_TORCH[name]), name)
+    """Import what needs torch (or rich) when it is first used."""
+    if name in _WHEN_USED:
+        return getattr(importlib.import_module(_WHEN_USED[name]), name)
     raise AttributeError(f"module 'milepost' has no attribute {name!r}")
 
 

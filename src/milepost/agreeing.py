@@ -6,22 +6,12 @@ from collections.abc import Callable
 import msgspec
 
 from milepost.comm import Comm, Phase, together
-from milepost.core.agreement import (
-    Overview,
-    Plan,
-    Plans,
-    Terms,
-    agreement_id,
-    find_terms,
-    group_of,
-    group_ranks,
-    make_plan,
-    overview,
-)
+from milepost.core.agreement import Overview, Plan, Plans, Terms, group_of, group_ranks, make_plan, settle
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Merged, Table, merge_tables
 from milepost.describing import Described
 from milepost.errors import RanksDisagree
+from milepost.pause import CollectionPaused
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
 _TABLES = msgspec.json.Decoder(Table)
@@ -35,6 +25,7 @@ class _Council:
         self._comm, self._table, self._spread = comm, table, spread
         self._groups: list[tuple[str, bytes]] = []
         self.overview: Overview | None = None
+        self.plan: Plan | None = None
 
     def hear_digests(self, digests: list[bytes]) -> bytes:
         """Equal digests are an agreement; else ask one rank of each group for its table."""
@@ -50,18 +41,18 @@ class _Council:
             [_TABLES.decode(zlib.decompress(packed[unpack_ranks(ranks)[0]])) for ranks, _ in self._groups]
         )
 
+    @CollectionPaused()
     def _settle(self, tables: list[Table]) -> bytes:
         merged: Merged = merge_tables(
             [(unpack_ranks(ranks), table) for (ranks, _), table in zip(self._groups, tables, strict=True)]
         )
         if merged.problems:
             raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-        if len(tables) > 1:
-            terms = find_terms(self._groups, tables, merged, self._spread)
-        else:
-            terms = Terms(agreement_id(self._groups, self._spread), (self._groups[0][0],))
-        self.overview = overview(terms, tables, merged, self._comm.size, self._spread)
-        return msgspec.json.encode(terms)
+        settled = settle(self._groups, tables, merged, self._comm.size, self._spread)
+        self.overview = settled.overview
+        groups = settled.terms.groups
+        self.plan = settled.plans[groups.index(group_of(self._comm.rank, groups))]
+        return msgspec.json.encode(settled.terms)
 
 
 def agree(
@@ -94,6 +85,7 @@ def agree(
         packed = together(comm, phase("agreeing on the layout"), speak, council.hear_tables)
         terms = _TERMS.decode(packed)
     assert described is not None
-    plan = make_plan(terms, group_of(comm.rank, terms.groups), described.table, comm.size, spread)
+    with CollectionPaused():
+        plan = council.plan or make_plan(terms, group_of(comm.rank, terms.groups), described.table, comm.size, spread)
     plans.keep(described.digest, comm.size, spread, plan, council.overview)
     return plan

@@ -11,6 +11,7 @@ from milepost.loading import LoadOptions, explain_state, load_state
 from milepost.report import Report
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.store import Where, store_at
+from milepost.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
 from milepost.values import Codec
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ def save(
     types: Iterable[type] = (),
     allow_pickle: bool = False,
     plans: Plans | None = None,
+    host_memory_bytes: int = HOST_MEMORY_BYTES,
+    transfer: Transfer | None = None,
+    progress: Watcher | None = None,
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Receipt:
@@ -48,6 +52,8 @@ def save(
     `reduce_partial`: sum DTensors with `Partial` placements instead of refusing them (a collective on their mesh).
     `types`: enum and dataclass types that occur in the state. `allow_pickle`: pickle what has no plain form.
     `plans`: keep one `Plans()` for all saves of a job, and a save of a structure that was saved before needs no planning.
+    `host_memory_bytes`: the most that this rank uses beyond the state. `transfer`: threads and blocks, within that.
+    `progress`: called on the lead rank with a `Progress` from time to time; `ProgressBar()` draws one.
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
     """
     if on_difference not in ("error", "warn"):
@@ -60,6 +66,8 @@ def save(
         on_difference=on_difference,
         compare_replicas=compare_replicas,
         reduce_partial=reduce_partial,
+        transfer=(transfer or Transfer()).within(host_memory_bytes),
+        progress=progress,
     )
     return save_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
 
@@ -74,6 +82,10 @@ def load(
     device: "torch.device | str | None" = None,
     types: Iterable[type] = (),
     allow_pickle: bool = False,
+    verify: bool = True,
+    host_memory_bytes: int = HOST_MEMORY_BYTES,
+    transfer: Transfer | None = None,
+    progress: Watcher | None = None,
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
@@ -86,9 +98,19 @@ def load(
     `allow_missing`: leave what the checkpoint lacks as it is. `allow_unexpected`: ignore what the state lacks.
     `convert_dtype`: convert where the dtype differs.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
-    `types`, `allow_pickle`, `process_group`: as for `save`.
+    `verify=False`: do not check the data (manifest and headers are). Only where something else protects every byte.
+    `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`, `process_group`: as for `save`.
     """
-    options = LoadOptions(Codec(types, allow_pickle), allow_missing, allow_unexpected, convert_dtype, device)
+    options = LoadOptions(
+        Codec(types, allow_pickle),
+        allow_missing,
+        allow_unexpected,
+        convert_dtype,
+        device,
+        verify,
+        (transfer or Transfer()).within(host_memory_bytes),
+        progress,
+    )
     return load_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
 
 

@@ -17,6 +17,7 @@ from milepost.core.tree import LEAVES, Node, Path, build, grow
 from milepost.errors import CheckpointDamaged, CheckpointError, UnsafeCheckpoint
 from milepost.read import Damage, Files
 from milepost.store import Store
+from milepost.transfer import Meter, Transfer, Watcher
 from milepost.values import Codec
 
 if TYPE_CHECKING:
@@ -198,19 +199,25 @@ class Checkpoint(Mapping[str, Any]):
         except ValueError as error:
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 
-    def verify(self) -> Verification:
-        """Read and check every byte. Reports all damage; raises only when the store itself fails."""
+    def verify(self, *, transfer: Transfer | None = None, progress: Watcher | None = None) -> Verification:
+        """Read and check every byte. Reports all damage; raises only when the store itself fails.
+
+        `transfer`: threads and memory, as for `load`. `progress`: called with a `Progress` from time to time.
+        """
+        transfer, meter = transfer or Transfer(), Meter("verify", self.url, progress)
+        meter.expect(sum(record.size_bytes for record in self._manifest.files))
         damages: list[Damage] = []
         read = 0
         for record in self._manifest.files:
             try:
                 file = self._files.of(record.rank)
-                damages.extend(file.check_all())
+                damages.extend(file.check_all(transfer, meter))
                 read += record.size_bytes
             except CheckpointError as error:
                 damages.append(Damage(self._manifest.file_name(record.rank), str(error)))
         if not damages:
             damages.extend(islice(self._check_entries(), MAX_DAMAGES))
+        meter.finish()
         return Verification(len(self._manifest.files), read, tuple(damages))
 
     def _check_entries(self) -> Iterator[Damage]:

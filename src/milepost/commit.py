@@ -28,6 +28,7 @@ from milepost.errors import (
     SaveConflict,
     UnsupportedFormat,
 )
+from milepost.pause import CollectionPaused
 from milepost.store import Store
 from milepost.store.base import CLAIM
 
@@ -83,12 +84,13 @@ def read_manifest(store: Store, generation: int) -> bytes | None:
                 f"{store.url}/{manifest_name(generation)} is absurdly large: {reader.size_bytes} bytes"
             )
         buffer = bytearray(reader.size_bytes)
-        reader.read_into(0, memoryview(buffer))
+        reader.read(0, [memoryview(buffer)])
         return bytes(buffer)
     finally:
         reader.close()
 
 
+@CollectionPaused()
 def parse(url: str, generation: int, data: bytes) -> Manifest:
     """Check and parse a manifest's bytes, with errors that say where it is."""
     where = f"{url}/{manifest_name(generation)}"
@@ -103,6 +105,7 @@ def parse(url: str, generation: int, data: bytes) -> Manifest:
     return manifest
 
 
+@CollectionPaused()
 def publish(store: Store, manifest: Manifest) -> None:
     """Make the checkpoint exist. Raises SaveConflict if another save was first; nothing changes then."""
     try:

@@ -14,6 +14,7 @@ from milepost.core.shardfile import PRIVATE, NewEntry, private_name
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Flat
 from milepost.errors import InvalidState
+from milepost.pause import CollectionPaused
 from milepost.state import PerRank, take_apart
 from milepost.tensors import Describer, LocalTensor
 from milepost.values import Codec
@@ -31,6 +32,7 @@ class Described:
     metadata: Any
 
 
+@CollectionPaused()
 def describe(
     state: Any, comm: Comm, codec: Codec, metadata: Mapping[str, Any], reduce_partial: bool = False
 ) -> Described:

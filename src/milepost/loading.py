@@ -1,6 +1,6 @@
 """The load pipeline: open, match, read, apply. Every rank runs it; each step ends with all ranks or with one error."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -14,6 +14,7 @@ from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Path, restore
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, StateMismatch
+from milepost.pause import CollectionPaused
 from milepost.place import place_all
 from milepost.privates import read_private_values
 from milepost.read import Files
@@ -22,6 +23,7 @@ from milepost.state import PerRank, is_stateful
 from milepost.store import Store
 from milepost.targets import LongBytes, Matcher, Target, allocate, check_world, keys_of
 from milepost.tensors import Describer
+from milepost.transfer import Meter, Transfer, Watcher
 from milepost.values import Codec
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
@@ -41,6 +43,9 @@ class LoadOptions:
     allow_unexpected: bool = False
     convert_dtype: bool = False
     device: torch.device | str | None = None
+    verify: bool = True
+    transfer: Transfer = field(default_factory=Transfer)
+    progress: Watcher | None = None
 
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
@@ -52,7 +57,8 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
 
     def read() -> bytes:
         allocate(target, Describer(comm), options.device)
-        place_all(files, target.placements)
+        meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
+        place_all(files, target.placements, options.transfer, meter, verify=options.verify)
         _read_values(target, files, comm, options.codec)
         return b""
 
@@ -116,6 +122,7 @@ def _checked(manifest: Manifest | None, trouble: Exception | None) -> Manifest:
     return manifest
 
 
+@CollectionPaused()
 def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -> Target:
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
@@ -147,6 +154,7 @@ def _match(
     return kept[0]
 
 
+@CollectionPaused()
 def _read_values(target: Target, files: Files, comm: Comm, codec: Codec) -> None:
     """Decode every value that the state wants, the rank-private ones included. Still nothing of the state is changed."""
     values = {value.key: value.value for value in target.manifest.values}
@@ -178,6 +186,7 @@ def _private(
     return read_private_values(files, comm.rank, codec)[key]
 
 
+@CollectionPaused()
 def _apply(state: Any, target: Target) -> Any:
     """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects."""
     keys = {path: key for key, path in target.flat.paths.items()}

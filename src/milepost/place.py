@@ -1,94 +1,244 @@
-"""The last step of a load: verified bytes go into tensors."""
+"""The last step of a load: verified bytes go into tensors.
+
+The blocks of a file that are needed form runs; runs are cut into jobs, and workers take them one by one. A job reads
+its range in one request, straight into the memory of the tensors where they lie there as in the file, and elsewhere
+into the worker's own block; checks it while it is warm; and copies what is in the block to where it belongs. No block
+is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
+"""
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from operator import itemgetter
+from typing import NamedTuple
 
+import msgspec
 import torch
 
-from milepost.core.box import Box, strides_of
+from milepost.core.box import Box, boxes_of_run, strides_of
 from milepost.core.dtypes import DTYPES
+from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.core.plan import ReadItem
-from milepost.read import WINDOW_BYTES, Files, VerifiedFile
+from milepost.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.pause import CollectionPaused
+from milepost.read import Files, VerifiedFile
 from milepost.tensors import torch_dtype
+from milepost.transfer import Meter, Transfer, run_all
+
+_IN_PLACE = 64 * KIB
+"""Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
+_GAP = 256 * KIB
+"""Where rows of a strided region are at most so far apart, what lies between is read too: that is faster than a request."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """A planned read, the saved dtype, and the memory that takes the result."""
+_QUIET = Transfer(direct=False)
+"""For looking into a checkpoint: who looks once looks again, and then it should be in the page cache."""
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A planned read, the saved dtype, and the memory that takes the result. `alone`: no other rank reads the same."""
 
     item: ReadItem
     dtype: str
     target: torch.Tensor
+    alone: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        """How much it brings."""
+        return self.item.box.elements * DTYPES[self.dtype].size_bytes
 
 
-@dataclass(frozen=True, slots=True)
-class _Step:
-    """A slab of a read: a byte range of the file, and what of it goes where."""
+def place_all(
+    files: Files,
+    placements: Iterable[Placement],
+    transfer: Transfer = _QUIET,
+    meter: Meter | None = None,
+    *,
+    verify: bool = True,
+) -> None:
+    """Read everything into its targets."""
+    meter = meter or Meter("load", files.url)
+    by_rank: dict[int, list[Placement]] = defaultdict(list)
+    total = count = 0
+    for placement in placements:
+        count += 1
+        by_rank[placement.item.rank].append(placement)
+        total += placement.size_bytes
+    meter.expect(total)
+    # A block of the file is checked as a whole, so it must fit a worker's memory.
+    align = files.manifest.block_bytes if verify else PAGE_BYTES
+    size = max(transfer.block_bytes // align, 1) * align
+    pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
+    jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size))
+
+    def make_worker() -> Callable[[_Job], None]:
+        return _Worker(Block(size, pinned), transfer.direct, verify, meter)
+
+    run_all(jobs, make_worker, transfer.threads_for(total, count, size), meter)
+    meter.finish()
+
+
+class _Piece(NamedTuple):
+    """One placement in its file: bytes start..stop span it, and where it lies in one run, `address` is its memory."""
 
     start: int
     stop: int
-    box: Box
+    address: int
+    origin: int
+    alone: bool
     placement: Placement
 
 
-def place_all(files: Files, placements: Iterable[Placement]) -> int:
-    """Read everything, file by file and front to back, into its targets. Gives the number of bytes asked for."""
-    by_rank: dict[int, list[Placement]] = defaultdict(list)
-    for placement in placements:
-        by_rank[placement.item.rank].append(placement)
-    total = 0
-    for rank in sorted(by_rank):
-        file = files.of(rank)
-        steps = sorted((s for p in by_rank[rank] for s in _steps(file, p)), key=lambda s: (s.start, s.stop))
-        file.expect((s.start, s.stop) for s in steps)
-        for step in steps:
-            _place(file, step)
-            total += step.box.elements * DTYPES[step.placement.dtype].size_bytes
-    return total
+class _Job(NamedTuple):
+    """Bytes start..stop of the data of a file, and all that they hold of what is wanted."""
+
+    file: VerifiedFile
+    start: int
+    stop: int
+    pieces: list[_Piece]
 
 
-def _steps(file: VerifiedFile, placement: Placement) -> Iterator[_Step]:
-    """The read cut into slabs whose byte range fits a window."""
-    item, kind = placement.item, DTYPES[placement.dtype]
+def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int) -> Iterator[_Job]:
+    """The reads of one file, front to back; each starts where a block does."""
+    with CollectionPaused():
+        pieces = sorted([_piece(file, p) for p in placements], key=itemgetter(0))
+        ranges = [span for piece in pieces for span in ([piece[:2]] if piece.address else _spans(piece))]
+    following, active = 0, list[_Piece]()
+    for low, high in _merged(ranges, align, file.header.data_bytes):
+        for start in range(low, high, size):
+            stop = min(start + size, high)
+            active = [piece for piece in active if piece.stop > start]
+            while following < len(pieces) and pieces[following].start < stop:
+                active.append(pieces[following])
+                following += 1
+            yield _Job(file, start, stop, active)
+
+
+def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
+    item, target = placement.item, placement.target
     entry = file.entry(item, placement.dtype)
-    strides = strides_of(item.source.shape)
-    inner = item.box.within(item.source)
-    for slab in _fitting(inner, strides, WINDOW_BYTES // kind.size_bytes):
-        first = sum(a * s for a, s in zip(slab.offset, strides, strict=True))
-        last = sum((a - 1) * s for a, s in zip(slab.end, strides, strict=True))
-        start = entry.data_offsets[0] + first * kind.size_bytes
-        stop = entry.data_offsets[0] + (last + 1) * kind.size_bytes
-        yield _Step(start, stop, slab, placement)
+    origin, size = entry.data_offsets[0], DTYPES[placement.dtype].size_bytes
+    if item.box == item.source:
+        first, span = 0, item.box.elements
+    else:
+        inner, strides = item.box.within(item.source), strides_of(item.source.shape)
+        first = sum(a * s for a, s in zip(inner.offset, strides, strict=True))
+        span = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1
+    in_one_run = span == item.box.elements
+    address = address_of(target) if in_one_run and target.dtype == torch_dtype(placement.dtype) else 0
+    alone = placement.alone and in_one_run
+    return _Piece(origin + first * size, origin + (first + span) * size, address, origin, alone, placement)
 
 
-def _fitting(box: Box, strides: tuple[int, ...], limit: int) -> Iterator[Box]:
-    """Slabs of `box`, each spanning at most `limit` elements of the array that it lies in (or a single element)."""
-    if not box.elements:
-        return
-    span = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
-    if span <= limit or box.elements == 1:
-        yield box
-        return
-    dim = next(d for d, n in enumerate(box.shape) if n > 1)
-    step = max(1, limit // strides[dim])
-    for start in range(0, box.shape[dim], step):
-        part = box.narrow(dim, start, min(step, box.shape[dim] - start))
-        yield from _fitting(part, strides, limit)
+def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:
+    """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read over."""
+    item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
+    if piece.stop - piece.start <= max(piece.placement.size_bytes, _GAP):
+        return iter([(piece.start, piece.stop)])
+    return _stretches(item.box.within(item.source), strides_of(item.source.shape), kind.size_bytes, piece.origin)
 
 
-def _place(file: VerifiedFile, step: _Step) -> None:
-    item = step.placement.item
-    target = step.placement.target[step.box.within(item.box.within(item.source)).slices]
-    flat = _as_tensor(file.data(step.start, step.stop), step.placement.dtype, target.device)
-    target.copy_(flat.as_strided(step.box.shape, strides_of(item.source.shape)))
+def _stretches(box: Box, strides: tuple[int, ...], size: int, origin: int) -> Iterator[tuple[int, int]]:
+    dims = [d for d, n in enumerate(box.shape) if n > 1]
+    ends = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
+    for position, d in enumerate(dims):
+        inner = sum(ends[e] for e in dims[position + 1 :]) + 1
+        if (strides[d] - inner) * size > _GAP:
+            for i in range(box.shape[d]):
+                yield from _stretches(box.narrow(d, i, 1), strides, size, origin)
+            return
+    first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
+    yield origin + first * size, origin + (first + sum(ends) + 1) * size
 
 
-def _as_tensor(data: memoryview, dtype: str, device: torch.device) -> torch.Tensor:
-    """The bytes as a flat tensor of `dtype`; copied only where they are not aligned for it."""
-    flat = torch.frombuffer(data, dtype=torch.uint8)
-    if dtype == "complex32":
-        flat = flat.to(device)  # as bytes: torch warns when it makes a complex32 tensor
-    if flat.data_ptr() % DTYPES[dtype].size_bytes:
-        flat = flat.clone()
-    return flat.view(torch_dtype(dtype))
+def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tuple[int, int]]:
+    """The whole blocks that the ranges touch, as runs without gaps."""
+    low = high = 0
+    for start, stop in sorted(ranges):
+        first, last = start // align * align, min(-(-stop // align) * align, end)
+        if first > high or low == high:
+            if low < high:
+                yield low, high
+            low, high = first, last
+        else:
+            high = max(high, last)
+    if low < high:
+        yield low, high
+
+
+class _Worker:
+    """Does jobs with a block of memory of its own."""
+
+    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter) -> None:
+        self._block, self._direct, self._verify, self._meter = block, direct, verify, meter
+
+    def __call__(self, job: _Job) -> None:
+        if self._direct and self._is_cold(job):
+            views, left = [self._block.view[: job.stop - job.start]], job.pieces
+            job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
+            if self._verify:
+                job.file.check(job.start, views)
+        else:
+            views, left = self._scatter(job)
+            job.file.read(job.start, views, verify=self._verify)
+        for piece in left:
+            self._copy(piece, job)
+        if self._meter.watched:
+            self._meter.add(sum(_useful(piece, job) for piece in job.pieces))
+
+    def _is_cold(self, job: _Job) -> bool:
+        # What other ranks of this machine read too had better be in the cache, for them.
+        alone = all(piece.alone for piece in job.pieces)
+        return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
+
+    def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece]]:
+        """Where each byte of a job is read to, in order, and the pieces that must be copied from the block then."""
+        views: list[memoryview] = []
+        left: list[_Piece] = []
+        at, base = job.start, job.start
+        for piece in job.pieces:
+            start, stop = max(piece.start, base), min(piece.stop, job.stop)
+            if not piece.address or stop - start < _IN_PLACE:
+                left.append(piece)
+                continue
+            views.append(self._block.view[at - base : start - base])
+            views.append(view_of(piece.placement.target)[start - piece.start : stop - piece.start])
+            at = stop
+        if views and any(a.stop > b.start for a, b in pairwise(job.pieces)):
+            # Two targets want the same bytes, or lie in each other's gaps: all of them come through the block.
+            return [self._block.view[: job.stop - base]], job.pieces
+        views.append(self._block.view[at - base : job.stop - base])
+        return [view for view in views if len(view)], left
+
+    def _copy(self, piece: _Piece, job: _Job) -> None:
+        """Copy what a job read of a piece from the block to its target."""
+        start, stop = max(piece.start, job.start), min(piece.stop, job.stop)
+        if piece.address:
+            copy_bytes(piece.address + start - piece.start, self._block.address + start - job.start, stop - start)
+            return
+        item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
+        first, last = (start - piece.origin) // kind.size_bytes, (stop - piece.origin) // kind.size_bytes
+        strides, wanted = strides_of(item.source.shape), item.box.within(item.source)
+        flat = self._block.as_tensor(start - job.start, stop - job.start, torch_dtype(piece.placement.dtype))
+        for box in boxes_of_run(item.source.shape, first, last):
+            part = box.intersect(wanted)
+            if part is not None:
+                at = sum(a * s for a, s in zip(part.offset, strides, strict=True)) - first
+                source = flat[at:].as_strided(part.shape, strides)
+                target = piece.placement.target[part.within(wanted).slices]
+                _copy_into(target, source)
+
+
+def _useful(piece: _Piece, job: _Job) -> int:
+    """About how many bytes of a piece a job brings: its share of the span."""
+    span = piece.stop - piece.start
+    return (min(piece.stop, job.stop) - max(piece.start, job.start)) * piece.placement.size_bytes // span
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copy, converting where the types differ; bit by bit where they do not."""
+    if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
+        as_bits(target).copy_(as_bits(source))
+    else:
+        target.copy_(source)

@@ -26,8 +26,7 @@ def read_private_values(files: Files, rank: int, codec: Codec) -> dict[str, Any]
     entry = file.header.entries.get(PRIVATE)
     if entry is None:
         raise CheckpointDamaged(f"{file.where} holds no private values")
-    file.expect([entry.data_offsets])
-    data = bytes(file.data(*entry.data_offsets))
+    data = file.data(*entry.data_offsets)
     try:
         result = _build(read_private(data), files, rank, codec)
         kept = {p.key for p in files.manifest.per_rank if rank in unpack_ranks(p.ranks)}

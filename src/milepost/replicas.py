@@ -5,12 +5,13 @@ import xxhash
 
 from milepost.comm import Comm, Phase, together
 from milepost.core.agreement import Plan
+from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
 from milepost.tensors import LocalTensor, bytes_of
-from milepost.write import AT_ONCE_BYTES
 
 _SHOWN = 50
+_AT_ONCE_BYTES = 16 * MIB
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
 _DETAILS = msgspec.msgpack.Decoder(dict[bytes, dict[str, bytes]])
 
@@ -41,7 +42,7 @@ class ReplicaCheck:
             if len(held.holders) < 2 or held.box not in parts:
                 continue
             hasher = xxhash.xxh3_64()
-            for view in bytes_of(parts[held.box], AT_ONCE_BYTES):
+            for view in bytes_of(parts[held.box], _AT_ONCE_BYTES):
                 hasher.update(view)
             group = _group_id(held.holders)
             name = tensor.key if held.box.shape == tensor.shape else f"{tensor.key}{held.box.text}"

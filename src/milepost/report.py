@@ -3,8 +3,10 @@
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import compress
 
 import msgspec
+import numpy as np
 
 from milepost.core.box import Shape
 from milepost.core.ranks import show_ranks
@@ -126,10 +128,10 @@ def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
     for rank, one in enumerate(found):
         for key in one.missing:
             missing.setdefault(key, []).append(rank)
-    wanted = 0
+    wanted = np.zeros(-(-len(keys) // 8), dtype=np.uint8)
     for one in found:
-        wanted |= int.from_bytes(one.wanted, "little")
-    unexpected = tuple(key for i, key in enumerate(keys) if not wanted >> i & 1)
+        wanted |= np.frombuffer(one.wanted, dtype=np.uint8)
+    unexpected = tuple(compress(keys, np.unpackbits(wanted, count=len(keys)) == 0))
     shapes: dict[str, tuple[Shape, Shape]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     kinds: dict[str, str] = {}
@@ -143,8 +145,4 @@ def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
 
 def bits_of(keys: list[str], wanted: set[str]) -> bytes:
     """One bit for each key, in order."""
-    bits = bytearray(-(-len(keys) // 8))
-    for i, key in enumerate(keys):
-        if key in wanted:
-            bits[i // 8] |= 1 << (i % 8)
-    return bytes(bits)
+    return np.packbits(np.array([key in wanted for key in keys], dtype=bool)).tobytes()

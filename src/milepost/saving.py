@@ -8,7 +8,7 @@ structure changed, nothing is committed; the ranks agree anew and write again.
 import logging
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
 
@@ -25,9 +25,11 @@ from milepost.core.shardfile import NewEntry
 from milepost.core.table import merge_values
 from milepost.describing import Described, describe
 from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, SaveConflict, StorageError
+from milepost.pause import CollectionPaused
 from milepost.replicas import ReplicaCheck, compare
 from milepost.store import Store
 from milepost.tensors import find_part
+from milepost.transfer import Meter, Transfer, Watcher
 from milepost.values import Codec
 from milepost.version import __version__
 from milepost.write import Entry, write_shard
@@ -47,6 +49,8 @@ class SaveOptions:
     on_difference: Literal["error", "warn"] = "error"
     compare_replicas: bool = True
     reduce_partial: bool = False
+    transfer: Transfer = field(default_factory=Transfer)
+    progress: Watcher | None = None
 
     @property
     def spread(self) -> bool:
@@ -167,7 +171,10 @@ class _Save:
     def _write(self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: Exception | None) -> _Answer:
         """Write, bring the results together, and commit on the lead. What is not committed is removed."""
         check = ReplicaCheck(
-            plan, self.comm.rank, described.tensors if described else {}, self.options.compare_replicas
+            plan,
+            self.comm.rank,
+            described.tensors if described else {},
+            self.options.compare_replicas and self.comm.size > 1,
         )
 
         def work() -> bytes:
@@ -200,13 +207,10 @@ class _Save:
         return answer
 
     def _write_shard(self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck) -> bytes:
-        entries = [
-            Entry(NewEntry(item.name, item.dtype, item.box.shape), find_part(described.tensors[tensor.key], item.box))
-            for tensor in plan.tensors
-            for item in written_by(tensor, plan.layouts[tensor.layout], self.comm.rank)
-        ]
+        entries = _entries(plan, described, self.comm.rank)
         try:
-            written = write_shard(self.store, goal.save_id, self.comm.rank, entries + described.private)
+            meter = Meter("save", self.store.url, self.options.progress if self.comm.rank == self.comm.lead else None)
+            written = write_shard(self.store, goal.save_id, self.comm.rank, entries, self.options.transfer, meter)
         except (OSError, CheckpointError) as error:
             raise self._explained(error, goal) from error
         speaker = self.comm.rank == unpack_ranks(plan.group)[0]
@@ -303,6 +307,17 @@ class _Save:
             _log.warning(
                 "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error
             )
+
+
+@CollectionPaused()
+def _entries(plan: Plan, described: Described, rank: int) -> list[Entry]:
+    """What this rank writes, with the memory that holds it."""
+    planned = [
+        Entry(NewEntry(item.name, item.dtype, item.box.shape), find_part(described.tensors[tensor.key], item.box))
+        for tensor in plan.tensors
+        for item in written_by(tensor, plan.layouts[tensor.layout], rank)
+    ]
+    return planned + described.private
 
 
 def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:

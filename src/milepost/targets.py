@@ -7,6 +7,7 @@ stay sharded; an optimizer that has not stepped yet gets new state, cut like its
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -27,7 +28,6 @@ from milepost.tensors import (
     is_tensor,
     materialise,
     new_tensor,
-    size_bytes,
     torch_dtype,
 )
 from milepost.values import Codec
@@ -66,8 +66,6 @@ class Matcher:
         self._tensors = {t.key: t for t in manifest.tensors}
         self._values = {v.key for v in manifest.values}
         self._per_rank = {p.key for p in manifest.per_rank}
-        self._root = grow(manifest.tree)
-        self._exact, self._plain = _spellings(self._root, codec)
         self._saved: dict[str, str] = {}
         self._missing: list[str] = []
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
@@ -78,9 +76,7 @@ class Matcher:
     def match(self, state: Any) -> Target:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
         flat, opened = take_apart(state, self._codec, self._open)
-        for key, path in flat.paths.items():
-            # By the very path; or, where that is not there, by a path that reads the same and is the only one.
-            self._saved[key] = self._exact.get(exact_path(path), self._plain.get(show_path(path), NOWHERE))
+        self._find_keys(flat)
         placements = list(self._compare(flat))
         found = Found(
             tuple(self._missing),
@@ -91,6 +87,19 @@ class Matcher:
             self._read_bytes,
         )
         return Target(self._manifest, flat, opened, found, self._saved, placements)
+
+    @cached_property
+    def _root(self) -> Branch:
+        return grow(self._manifest.tree)
+
+    def _find_keys(self, flat: Flat) -> None:
+        """Find the saved key of each leaf: by the very path, or else by a path that reads the same and is the only one."""
+        if flat.nodes == self._manifest.tree:  # as for most loads
+            self._saved = {key: key for key in flat.leaves}
+            return
+        exact, plain = _spellings(self._root, self._codec)
+        for key, path in flat.paths.items():
+            self._saved[key] = exact.get(exact_path(path), plain.get(show_path(path), NOWHERE))
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's own state dict; else the saved one, around the tensors it has."""
@@ -160,16 +169,18 @@ class Matcher:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not self._convert_dtype:
                 return
-        for placement in placements_for(self._manifest, saved, local):
-            self._read_bytes += size_bytes(saved.dtype, placement.item.box.shape)
+        for placement in placements_for(self._manifest, saved, local, self._describer):
+            self._read_bytes += placement.size_bytes
             yield placement
 
 
-def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor) -> Iterator[Placement]:
+def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> Iterator[Placement]:
     """The reads that fill this rank's parts of a tensor."""
+    alone = describer.is_alone(local)
     for part in local.parts:
         for item in read_plan(manifest, saved, part.box):
-            yield Placement(item, saved.dtype, part.data[item.box.within(part.box).slices])
+            data = part.data if item.box == part.box else part.data[item.box.within(part.box).slices]
+            yield Placement(item, saved.dtype, data, alone)
 
 
 def keys_of(manifest: Manifest) -> list[str]:
@@ -197,7 +208,7 @@ def allocate(target: Target, describer: Describer, device: torch.device | str | 
     for key, value in made.items():
         memory = value.buffer if isinstance(value, LongBytes) else value
         saved = tensors[target.saved[key]]
-        target.placements.extend(placements_for(manifest, saved, describer.describe(memory, key)))
+        target.placements.extend(placements_for(manifest, saved, describer.describe(memory, key), describer))
     target.results.update(made)
 
 

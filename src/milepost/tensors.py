@@ -2,9 +2,9 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeGuard
 
+import msgspec
 import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -19,20 +19,21 @@ from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh
 from milepost.core.manifest import TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 
+_TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
+_NAMES = {dtype: name for name, dtype in _TYPES.items()}
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 LONG_BYTES = 64 * 1024
 """Longer `bytes` go into the shard file like a tensor; shorter ones into the manifest."""
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True, gc=False):
     """A box of the whole tensor, and the memory of this rank that holds it."""
 
     box: Box
     data: torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTensor:
+class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     """What this rank holds of one tensor. `layout` is None for a plain tensor."""
 
     dtype: str
@@ -93,6 +94,11 @@ class Describer:
 
     def describe(self, value: Any, key: str) -> LocalTensor:
         """What this rank holds of `value`. Raises InvalidState, naming the key, for tensors that cannot be saved."""
+        if type(value) in _PLAIN:
+            return _plain(check_plain(value, key), "tensor", key)
+        return self._describe_other(value, key)
+
+    def _describe_other(self, value: Any, key: str) -> LocalTensor:
         if isinstance(value, DTensor):
             return self._dtensor(value, key)
         if isinstance(value, Sharded):
@@ -106,6 +112,12 @@ class Describer:
             return _plain(from_numpy(value, key), "numpy", key)
         kind: TensorKind = "bytes" if isinstance(value, bytes) else "bytearray"
         return _plain(torch.frombuffer(bytearray(value), dtype=torch.uint8), kind, key)
+
+    def is_alone(self, local: LocalTensor) -> bool:
+        """Whether no other rank holds any of what this one does."""
+        if isinstance(local.layout, Grid):
+            return not local.layout.copies
+        return self._comm.size == 1 or local.layout is not None
 
     def _dtensor(self, value: DTensor, key: str) -> LocalTensor:
         if any(isinstance(p, Partial) for p in value.placements):
@@ -184,7 +196,7 @@ def _cut(placement: Placement, key: str) -> Cut | None:
 
 def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor without its graph. Raises InvalidState for sparse, nested, quantized and wrapped tensors."""
-    value = value.detach()
+    value = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
     what = None
     if value.layout is not torch.strided:
         what = f"has the layout {value.layout}; save its indices and values"
@@ -192,7 +204,7 @@ def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
         what = "is quantized; save its int_repr() and its scales"
     elif value.is_nested:
         what = "is nested; save its values and offsets"
-    elif _is_wrapper(value):
+    elif type(value) is not torch.Tensor and _is_wrapper(value):
         what = f"is a {type(value).__name__}, a tensor made of other tensors; save those"
     if what:
         raise InvalidState(f"{key!r} {what}.")
@@ -214,16 +226,16 @@ def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
 
 def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Torch's name of a dtype. Raises InvalidState for dtypes that cannot be saved."""
-    name = str(dtype).removeprefix("torch.")
-    if name not in DTYPES:
+    name = _NAMES.get(dtype)
+    if name is None:
         raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved")
     return name
 
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of this name. Raises InvalidState where this torch does not have it."""
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype):
+    found = _TYPES.get(name)
+    if found is None:
         raise InvalidState(f"this version of torch ({torch.__version__}) has no dtype {name!r}")
     return found
 
@@ -242,6 +254,8 @@ def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
 def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
     """The memory that holds `box`, which lies inside one of this rank's parts."""
     for part in local.parts:
+        if part.box == box:
+            return part.data
         if part.box.contains(box):
             return part.data[box.within(part.box).slices]
     raise AssertionError(f"box {box.text} is not held by this rank")

@@ -1,24 +1,31 @@
-"""Writing: one rank's plan becomes one shard file, in one pass, checksummed on the way."""
+"""Writing: one rank's plan becomes one shard file, in one pass, checksummed on the way.
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+The file is cut into blocks of equal size. Each worker takes the next block, brings its bytes together (in aligned
+memory of its own, where the store wants that, or by reference), computes the checksums while they are warm, and writes
+it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable
 
 import msgspec
+import numpy as np
 import torch
-import xxhash
 
-from milepost.core.limits import BLOCK_BYTES, MIB
+from milepost.core.box import boxes_of_run
+from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import ShardFile, shard_name
-from milepost.core.shardfile import NewEntry, make_header, seal_of
+from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
+from milepost.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.pause import CollectionPaused
 from milepost.store import Store, Writer
-from milepost.tensors import bytes_of
+from milepost.transfer import Meter, Transfer, run_all
 
-AT_ONCE_BYTES = 16 * MIB
-"""The most that is copied at a time for tensors that are not contiguous in host memory."""
+_BY_REFERENCE = 64 * KIB
+"""Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
 
 
-@dataclass(frozen=True, slots=True)
-class Entry:
+class Entry(msgspec.Struct, frozen=True, gc=False):
     """An entry to write, with the memory that holds it."""
 
     header: NewEntry
@@ -32,60 +39,106 @@ class Written(msgspec.Struct, frozen=True):
     data_bytes: int
 
 
-def write_shard(store: Store, save_id: str, rank: int, entries: list[Entry]) -> Written:
+def write_shard(
+    store: Store, save_id: str, rank: int, entries: list[Entry], transfer: Transfer, meter: Meter
+) -> Written:
     """Write one shard file and make it durable. On any error nothing of it remains."""
     if not entries:
         return Written(None, 0)
     # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
     entries = sorted(entries, key=lambda e: -e.data.element_size())
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
-    head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
-    writer = store.writer(shard_name(save_id, rank))
+    with CollectionPaused():
+        head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
+    meter.expect(header.data_bytes)
+    writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
     try:
-        writer.write(head)
-        table = _write_blocks(writer, entries)
-        writer.write(table)
+        writer.write(0, [head])
+        table = _write_blocks(writer, _Source(entries, header), transfer, meter)
+        writer.write(header.header_bytes + header.data_bytes, [table])
         writer.commit()
     except BaseException:
         writer.abort()
         raise
+    meter.finish()
     seal = seal_of(head, table)
     return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
 
 
-def _write_blocks(writer: Writer, entries: list[Entry]) -> bytes:
+def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: Meter) -> bytes:
     """Write the data and give the table of its checksums."""
-    sums: list[int] = []
-    hasher, filled = xxhash.xxh3_64(), 0
-    for view in _views(entries):
-        start = 0
-        while start < len(view):
-            step = min(BLOCK_BYTES - filled, len(view) - start)
-            hasher.update(view[start : start + step])
-            start, filled = start + step, filled + step
-            if filled == BLOCK_BYTES:
-                sums.append(hasher.intdigest())
-                hasher, filled = xxhash.xxh3_64(), 0
-        writer.write(view)
-    if filled:
-        sums.append(hasher.intdigest())
-    return b"".join(value.to_bytes(8, "little") for value in sums)
+    total, size = source.header.data_bytes, transfer.block_bytes
+    sums = np.zeros(-(-total // BLOCK_BYTES), dtype="<u8")
+
+    def make_worker() -> Callable[[int], None]:
+        block = Block(min(size, total), source.pinned)
+
+        def write(start: int) -> None:
+            stop = min(start + size, total)
+            views = source.bytes_in(start, stop, block, by_reference=not writer.aligned)
+            found = sums_of(views, BLOCK_BYTES)
+            first = start // BLOCK_BYTES
+            sums[first : first + len(found)] = found
+            writer.write(source.header.header_bytes + start, views)
+            meter.add(stop - start)
+
+        return write
+
+    threads = transfer.threads_for(total, source.pieces, size)
+    run_all(iter(range(0, total, size)), make_worker, threads, meter)
+    return sums.tobytes()
 
 
-def _views(entries: list[Entry]) -> Iterator[memoryview]:
-    """All bytes in order; small ones are gathered so that thousands of tensors do not mean thousands of writes."""
-    gathered = bytearray()
-    for entry in entries:
-        for view in bytes_of(entry.data, AT_ONCE_BYTES):
-            if len(view) < MIB:
-                gathered += view
-                if len(gathered) >= MIB:
-                    yield memoryview(gathered)
-                    gathered = bytearray()
-                continue
-            if gathered:
-                yield memoryview(gathered)
-                gathered = bytearray()
-            yield view
-    if gathered:
-        yield memoryview(gathered)
+class _Source:
+    """The data of all entries as one run of bytes."""
+
+    def __init__(self, entries: list[Entry], header: Header) -> None:
+        self.header = header
+        self.pinned = needs_pinned([entry.data for entry in entries])
+        self.pieces = len(entries)
+        self._entries = entries
+        self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
+        self._addresses = [address_of(entry.data) for entry in entries]
+        self._views: dict[int, memoryview] = {}
+
+    def bytes_in(self, start: int, stop: int, block: Block, *, by_reference: bool) -> list[memoryview]:
+        """Bytes start..stop, in `block` from its beginning, or partly as views of the tensors themselves."""
+        views: list[memoryview] = []
+        at = gathered = start  # what lies between was put into the block and is not in `views` yet
+        i = bisect_right(self._starts, start) - 1
+        while at < stop:
+            low = at - self._starts[i]
+            high = min(stop - self._starts[i], self._size(i))
+            if by_reference and self._addresses[i] and high - low >= _BY_REFERENCE:
+                views.append(block.view[gathered - start : at - start])
+                views.append(self._view(i)[low:high])
+                gathered = at + high - low
+            elif self._addresses[i]:
+                copy_bytes(block.address + at - start, self._addresses[i] + low, high - low)
+            elif high > low:
+                self._copy(i, low, high, block, at - start)
+            at += high - low
+            i += 1
+        views.append(block.view[gathered - start : stop - start])
+        return [view for view in views if len(view)]
+
+    def _size(self, i: int) -> int:
+        end = self._starts[i + 1] if i + 1 < len(self._starts) else self.header.data_bytes
+        return end - self._starts[i]
+
+    def _view(self, i: int) -> memoryview:
+        if i not in self._views:
+            self._views[i] = view_of(self._entries[i].data)
+        return self._views[i]
+
+    def _copy(self, i: int, low: int, high: int, block: Block, at: int) -> None:
+        """Copy bytes low..high of a tensor that is strided or on a device. Elements are not cut: all is aligned to them."""
+        data = self._entries[i].data
+        size = data.element_size()
+        if data.is_contiguous():
+            data = data.view(-1)
+        for box in boxes_of_run(tuple(data.shape), low // size, high // size):
+            count = box.elements * size
+            part = as_bits(data[box.slices].resolve_conj().resolve_neg())
+            block.as_tensor(at, at + count, part.dtype).view(box.shape).copy_(part)
+            at += count

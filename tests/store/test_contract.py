@@ -24,15 +24,17 @@ def store(request, tmp_path):
 def read(store, name):
     reader = store.reader(name)
     buffer = bytearray(reader.size_bytes)
-    reader.read_into(0, memoryview(buffer))
+    reader.read(0, [memoryview(buffer)])
     reader.close()
     return bytes(buffer)
 
 
 def write(store, name, *pieces):
-    writer = store.writer(name)
+    writer = store.writer(name, sum(map(len, pieces)))
+    at = 0
     for piece in pieces:
-        writer.write(piece)
+        writer.write(at, [piece])
+        at += len(piece)
     writer.commit()
 
 
@@ -43,10 +45,10 @@ def test_what_was_created_or_written_is_read_back(store):
     assert read(store, "data/x/large") == b"onetwo"
     reader = store.reader("data/x/large")
     buffer = bytearray(2)
-    reader.read_into(2, memoryview(buffer))
+    reader.read(2, [memoryview(buffer)])
     assert buffer == b"et"
     with pytest.raises(milepost.StorageError, match="ends before"):
-        reader.read_into(5, memoryview(bytearray(2)))
+        reader.read(5, [memoryview(bytearray(2))])
     reader.close()
 
 
@@ -55,7 +57,7 @@ def test_a_name_is_created_only_once(store):
     with pytest.raises(milepost.AlreadyExists, match="name"):
         store.create("name", b"second")
     with pytest.raises(milepost.AlreadyExists):
-        store.writer("name")
+        store.writer("name", 0)
     assert read(store, "name") == b"first"
 
 
@@ -81,8 +83,8 @@ def test_of_many_creators_at_once_one_wins(store):
 
 
 def test_an_aborted_object_leaves_nothing(store):
-    writer = store.writer("gone/away")
-    writer.write(b"x" * 100)
+    writer = store.writer("gone/away", 100)
+    writer.write(0, [b"x" * 100])
     writer.abort()
     assert list(store.list("")) == []
     with pytest.raises(FileNotFoundError):
@@ -104,7 +106,7 @@ def test_listing_is_by_prefix_and_deleting_is_idempotent(store):
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", ".", "a\\b", "a\0b"])
 def test_names_that_could_lead_out_are_refused(store, name):
-    for call in (store.reader, store.writer, lambda n: store.create(n, b"")):
+    for call in (store.reader, lambda n: store.writer(n, 0), lambda n: store.create(n, b"")):
         with pytest.raises(milepost.UnsafeCheckpoint):
             call(name)
 
@@ -147,11 +149,11 @@ def test_without_hard_links_a_claim_and_a_rename_do(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_and_missing_rights_say_what_and_where(tmp_path):
-    full = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), tmp_path)
+    full = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), tmp_path, 0, direct=False)
     with pytest.raises(
         milepost.StorageError, match=r"cannot write /dev/full: No space left .* Free some space"
     ) as caught:
-        full.write(b"x")
+        full.write(0, [b"x"])
     assert caught.value.errno == 28
     assert isinstance(caught.value, OSError)
     (tmp_path / "file").write_text("")

@@ -67,12 +67,32 @@ def find_terms(groups: list[tuple[str, bytes]], tables: list[Table], merged: Mer
     return Terms(agreement_id(groups, spread), tuple(ranks for ranks, _ in groups), shared)
 
 
+class Settled(msgspec.Struct, frozen=True):
+    """What the lead works out from all tables: the terms, each group's plan, and the overview."""
+
+    terms: Terms
+    plans: tuple[Plan, ...]
+    overview: Overview
+
+
+def settle(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, world: int, spread: bool) -> Settled:
+    """The agreement of these groups of ranks, whose tables were merged without a problem."""
+    if len(tables) > 1:
+        terms = find_terms(groups, tables, merged, spread)
+    else:
+        terms = Terms(agreement_id(groups, spread), (groups[0][0],))
+    plans = [make_plan(terms, group, table, world, spread) for (group, _), table in zip(groups, tables, strict=True)]
+    return Settled(terms, tuple(plans), overview(terms, plans, merged))
+
+
 def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) -> Plan:
     """The plan of the ranks in `group`, which have this table."""
     shared = {s.row.key: s for s in terms.shared}
     own = [row for row in table.tensors if row.key not in shared]
     layouts: dict[str, Layout] = {row.key: row.layout or Whole(group) for row in own}
     tensors, found = share_out(own, layouts, world, spread)
+    if not shared:
+        return Plan(terms.id, group, tensors, found)
     everywhere, cuts = share_out(
         [s.row for s in terms.shared], {key: s.layout for key, s in shared.items()}, world, spread
     )
@@ -85,11 +105,12 @@ def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) 
     return Plan(terms.id, group, tuple(renumbered[row.key] for row in table.tensors), tuple(index))
 
 
-def overview(terms: Terms, tables: list[Table], merged: Merged, world: int, spread: bool) -> Overview:
+def overview(terms: Terms, plans: list[Plan], merged: Merged) -> Overview:
     """Everything, for the manifest: the plans of all groups put together."""
+    if len(plans) == 1:
+        return Overview(terms.groups, plans[0].tensors, plans[0].layouts, merged.tree, merged.per_rank)
     tensors: dict[str, tuple[Tensor, Layout]] = {}
-    for group, table in zip(terms.groups, tables, strict=True):
-        plan = make_plan(terms, group, table, world, spread)
+    for plan in plans:
         for tensor in plan.tensors:
             tensors.setdefault(tensor.key, (tensor, plan.layouts[tensor.layout]))
     index: dict[Layout, int] = {}

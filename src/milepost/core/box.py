@@ -2,6 +2,8 @@
 
 import math
 from collections.abc import Iterator
+from functools import lru_cache
+from operator import add, ge, le, sub
 
 import msgspec
 
@@ -10,7 +12,7 @@ from milepost.core.limits import MAX_DIMS, MAX_ELEMENTS
 Shape = tuple[int, ...]
 
 
-class Box(msgspec.Struct, frozen=True, array_like=True):
+class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A rectangular region of a tensor, in coordinates of the whole tensor."""
 
     offset: Shape
@@ -19,18 +21,18 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
     def __post_init__(self) -> None:
         if len(self.offset) != len(self.shape):
             raise ValueError(f"a box needs as many offsets as sizes, not {self.offset} and {self.shape}")
-        if any(n < 0 for n in self.offset) or any(n < 0 for n in self.shape):
+        if self.shape and (min(self.offset) < 0 or min(self.shape) < 0):
             raise ValueError(f"a box has no negative numbers: {self.offset}, {self.shape}")
 
     @classmethod
     def whole(cls, shape: Shape) -> "Box":
         """The box that covers a tensor of this shape."""
-        return cls((0,) * len(shape), shape)
+        return _whole(shape)
 
     @property
     def end(self) -> Shape:
         """The first coordinate behind the box, in each dimension."""
-        return tuple(a + n for a, n in zip(self.offset, self.shape, strict=True))
+        return tuple(map(add, self.offset, self.shape))
 
     @property
     def elements(self) -> int:
@@ -49,6 +51,8 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
 
     def intersect(self, other: "Box") -> "Box | None":
         """The region that both cover, or None where they do not meet."""
+        if self == other:
+            return self if self.elements else None
         start = tuple(map(max, self.offset, other.offset))
         end = tuple(map(min, self.end, other.end))
         if any(a >= b for a, b in zip(start, end, strict=True)):
@@ -59,12 +63,11 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
         """Whether every element of `other` lies in this box."""
         if len(self.shape) != len(other.shape):
             return False
-        starts = all(a <= b for a, b in zip(self.offset, other.offset, strict=True))
-        return starts and all(a >= b for a, b in zip(self.end, other.end, strict=True))
+        return all(map(le, self.offset, other.offset)) and all(map(ge, self.end, other.end))
 
     def within(self, outer: "Box") -> "Box":
         """The same region in coordinates that start at the corner of `outer`."""
-        return Box(tuple(a - b for a, b in zip(self.offset, outer.offset, strict=True)), self.shape)
+        return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
 
     def split(self, parts: int) -> "tuple[Box, ...]":
         """At most `parts` boxes of nearly equal size that tile this one; none for an empty box.
@@ -111,13 +114,45 @@ class Box(msgspec.Struct, frozen=True, array_like=True):
             yield from slab.slabs(max_elements)
 
 
+@lru_cache(maxsize=4096)
+def _whole(shape: Shape) -> Box:
+    return Box((0,) * len(shape), shape)
+
+
+def boxes_of_run(shape: Shape, start: int, stop: int) -> "Iterator[Box]":
+    """The boxes, in row-major order, that elements start..stop of a row-major array form: at most two a dimension."""
+    if start >= stop:
+        return
+    if start == 0 and stop == math.prod(shape):
+        yield Box.whole(shape)
+        return
+    inner = shape[1:]
+    row = math.prod(inner)
+    first, skipped = divmod(start, row)
+    last, over = divmod(stop, row)
+    if first == last:
+        yield from _in_row(first, boxes_of_run(inner, skipped, over))
+        return
+    if skipped:
+        yield from _in_row(first, boxes_of_run(inner, skipped, row))
+        first += 1
+    if first < last:
+        yield Box((first, *(0,) * len(inner)), (last - first, *inner))
+    yield from _in_row(last, boxes_of_run(inner, 0, over))
+
+
+def _in_row(i: int, boxes: "Iterator[Box]") -> "Iterator[Box]":
+    for box in boxes:
+        yield Box((i, *box.offset), (1, *box.shape))
+
+
 def check_shape(shape: Shape) -> None:
     """Refuse a shape that no tensor can have: too many dimensions, negative or absurd sizes."""
     if len(shape) > MAX_DIMS:
         raise ValueError(f"a tensor has at most {MAX_DIMS} dimensions, not {len(shape)}")
-    if any(n < 0 for n in shape):
+    if shape and min(shape) < 0:
         raise ValueError(f"a shape has no negative sizes: {shape}")
-    if math.prod(n for n in shape if n) > MAX_ELEMENTS:
+    if (math.prod(shape) or math.prod(n for n in shape if n)) > MAX_ELEMENTS:
         raise ValueError(f"shape {shape} has more than 2**60 elements")
 
 

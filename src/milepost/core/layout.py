@@ -29,14 +29,14 @@ Span = tuple[int, int]
 """The indices `start <= i < stop` of one dimension."""
 
 
-class Piece(msgspec.Struct, frozen=True):
+class Piece(msgspec.Struct, frozen=True, gc=False):
     """A box that a rank holds, and where it starts inside that rank's local tensor."""
 
     box: Box
     at: Shape
 
 
-class Held(msgspec.Struct, frozen=True):
+class Held(msgspec.Struct, frozen=True, gc=False):
     """A box, and the ranks that each hold all of it (as text, in the order in which they take turns at writing)."""
 
     box: Box
@@ -52,7 +52,7 @@ class Held(msgspec.Struct, frozen=True):
         return unpack_ranks(self.ranks)
 
 
-class Whole(msgspec.Struct, frozen=True, tag="whole", tag_field="kind"):
+class Whole(msgspec.Struct, frozen=True, gc=False, tag="whole", tag_field="kind"):
     """Every one of these ranks holds the whole tensor."""
 
     ranks: str
@@ -145,6 +145,11 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
     def __post_init__(self) -> None:
         if len(self.cuts) != len(self.mesh.shape):
             raise ValueError(f"{len(self.cuts)} cuts do not fit a mesh of {len(self.mesh.shape)} axes")
+
+    @property
+    def copies(self) -> bool:
+        """Whether several ranks hold the same."""
+        return any(cut is None and n > 1 for cut, n in zip(self.cuts, self.mesh.shape, strict=True))
 
     def check(self, shape: Shape) -> None:
         """Refuse a shape that lacks a dimension which is cut."""

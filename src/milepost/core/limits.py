@@ -16,5 +16,5 @@ MAX_TANGLED = 2**11  # boxes that no plane separates from each other
 MAX_BLOCK_BYTES = 256 * MIB
 
 PAGE_BYTES = 4096
-BLOCK_BYTES = 1 * MIB
+BLOCK_BYTES = 64 * KIB
 MIN_PART_BYTES = 1 * MIB

@@ -34,7 +34,7 @@ _MESSAGE_LETTERS = 1000
 _DICTS = ("dict", "OrderedDict", "defaultdict")
 
 
-class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
     """One tensor: `layout` is an index into the manifest's layouts.
 
     Each box is split into `parts` and part j is written by the (turn + j)-th of the ranks that hold the box.
@@ -132,8 +132,9 @@ def seal(manifest: Manifest) -> bytes:
     for name in Manifest.__struct_fields__:
         field = getattr(manifest, name)
         if isinstance(field, tuple):
-            rows = ",\n".join("  " + msgspec.json.encode(row).decode() for row in field)
-            lines.append(f'"{name}": [\n{rows}\n]' if rows else f'"{name}": []')
+            # A row on a line: JSON has no raw newline inside a row.
+            rows = _ENCODER.encode_lines(field).rstrip(b"\n").replace(b"\n", b",\n  ").decode()
+            lines.append(f'"{name}": [\n  {rows}\n]' if rows else f'"{name}": []')
         else:
             lines.append(f'"{name}": {msgspec.json.encode(field).decode()}')
     body = ("{\n" + ",\n".join(lines)).encode()
@@ -179,6 +180,7 @@ class _Head(msgspec.Struct):
 
 # Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
 _MANIFEST = msgspec.json.Decoder(Manifest)
+_ENCODER = msgspec.json.Encoder()
 _HEAD = msgspec.json.Decoder(_Head)
 
 
@@ -191,12 +193,13 @@ def check(manifest: Manifest) -> None:
     check_block_bytes(manifest.block_bytes)
     for layout in manifest.layouts:
         _check_ranks(layout, manifest.world)
-    fitting: set[tuple[int, Shape]] = set()
+    alike: set[tuple[object, ...]] = set()
     for tensor in manifest.tensors:
-        _check_tensor(tensor, manifest.layouts)
-        if (tensor.layout, tensor.shape) not in fitting:  # once, however many tensors share a long layout
+        looks = (tensor.dtype, tensor.shape, tensor.layout, tensor.parts, tensor.turn, tensor.kind)
+        if looks not in alike:  # once, however many tensors share a long layout
+            _check_tensor(tensor, manifest.layouts)
             manifest.layout_of(tensor).check(tensor.shape)
-            fitting.add((tensor.layout, tensor.shape))
+            alike.add(looks)
     for per_rank in manifest.per_rank:
         _check_holders(unpack_ranks(per_rank.ranks), manifest.world)
     _check_files(manifest)
@@ -281,7 +284,7 @@ def check_names(root: Branch) -> None:
     pending = [root]
     while pending:
         branch = pending.pop()
-        pending.extend(branch.children)
+        pending.extend([child for child in branch.children if child.children])
         if branch.node.kind.partition(":")[0] in _DICTS:
             names = [child.node.name for child in branch.children if isinstance(child.node.name, str)]
             if len(set(names)) != len(names):
@@ -291,8 +294,8 @@ def check_names(root: Branch) -> None:
 def check_leaves(tree: tuple[Node, ...], tables: dict[str, list[str]]) -> None:
     """Refuse a tree whose leaves of each kind are not the keys of that kind's table, each once."""
     for kind in LEAVES:
-        keys = tables.get(kind, [])
-        if len(set(keys)) != len(keys) or sorted(keys) != sorted(n.key for n in tree if n.kind == kind):
+        keys, found = tables.get(kind, []), [n.key for n in tree if n.kind == kind]
+        if len(set(keys)) != len(keys) or (keys != found and sorted(keys) != sorted(found)):
             raise ValueError(f"its tree and its table of {kind}s do not hold the same keys")
     if any(node.key and node.kind not in LEAVES for node in tree):
         raise ValueError("its tree gives a key to a container")

@@ -7,8 +7,8 @@ file holds which part without a list of them.
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,13 +17,12 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import MIN_PART_BYTES
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.ranks import positions
+from milepost.core.ranks import positions, unpack_ranks
 from milepost.core.shardfile import entry_name
 from milepost.core.table import TensorRow
 
 
-@dataclass(frozen=True, slots=True)
-class WriteItem:
+class WriteItem(msgspec.Struct, frozen=True, gc=False):
     """One entry that a rank writes: `box` of the tensor `key`."""
 
     key: str
@@ -32,8 +31,7 @@ class WriteItem:
     box: Box
 
 
-@dataclass(frozen=True, slots=True)
-class ReadItem:
+class ReadItem(msgspec.Struct, frozen=True, gc=False):
     """One region that a rank reads: `box` of the tensor `key`, from the entry `name` (which holds `source`) of a rank's file."""
 
     key: str
@@ -87,6 +85,9 @@ def _deal_out(
     further apart than the largest part.
     """
     copies = groups.shape[1]
+    if copies == 1:
+        load[groups] += sum(math.prod(r.shape) * DTYPES[r.dtype].size_bytes for r in rows) // len(groups)
+        return {row.key: (1, 0) for row in rows}
     shares = []
     for row in rows:
         box_bytes = -(-math.prod(row.shape) * DTYPES[row.dtype].size_bytes // groups.shape[0])
@@ -120,6 +121,11 @@ def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[WriteItem]
     """The entries of this tensor that `rank` writes."""
     for held in layout.held_by(tensor.shape, rank):
         place = positions(held.ranks)
+        if tensor.parts == 1:
+            if held.box.elements and place[rank] == tensor.turn % len(place):
+                name = entry_name(tensor.key, held.box, tensor.shape)
+                yield WriteItem(tensor.key, name, tensor.dtype, held.box)
+            continue
         count = held.box.part_count(tensor.parts)
         for j in range((place[rank] - tensor.turn) % len(place), count, len(place)):
             part = held.box.part(j, tensor.parts)
@@ -128,13 +134,26 @@ def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[WriteItem]
 
 def parts_of(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
     """The parts of a box, each with the rank that writes it."""
+    if tensor.parts == 1:
+        return iter([(box, holders[tensor.turn % len(holders)])] if box.elements else [])
+    return _many_parts(tensor, box, holders)
+
+
+def _many_parts(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
     for j, part in enumerate(box.split(tensor.parts)):
         yield part, holders[(tensor.turn + j) % len(holders)]
 
 
 def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> Iterator[ReadItem]:
     """What to read for `region` of a tensor: disjoint boxes that cover it, each from one entry of one file."""
-    for held in manifest.layout_of(tensor).overlapping(tensor.shape, region):
+    layout = manifest.layout_of(tensor)
+    if tensor.parts == 1 and isinstance(layout, Whole) and region.shape == tensor.shape:
+        if region.elements:  # as most tensors of most checkpoints that one process saved
+            holders = unpack_ranks(layout.ranks)
+            name = entry_name(tensor.key, region, tensor.shape)
+            yield ReadItem(tensor.key, holders[tensor.turn % len(holders)], name, region, region)
+        return
+    for held in layout.overlapping(tensor.shape, region):
         for part, writer in parts_of(tensor, held.box, held.holders):
             wanted = part.intersect(region)
             if wanted is not None:

@@ -10,6 +10,7 @@ The manifest holds a checksum over header and table, so each byte of the file is
 
 import math
 import struct
+from collections.abc import Sequence
 
 import msgspec
 import xxhash
@@ -20,14 +21,15 @@ from milepost.core.limits import MAX_BLOCK_BYTES, MAX_HEADER_BYTES, PAGE_BYTES
 
 CHECKSUMS = "@checksums"
 PRIVATE = "@private"
+_digest = xxhash.xxh3_64_intdigest
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """One entry of a header, as safetensors defines it."""
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """One entry of a header, as safetensors defines it. A field that is not there gets what no entry may have."""
 
-    dtype: str
-    shape: Shape
-    data_offsets: tuple[int, int]
+    dtype: str = ""
+    shape: Shape = (-1,)
+    data_offsets: tuple[int, int] = (-1, -1)
 
     @property
     def size_bytes(self) -> int:
@@ -35,11 +37,19 @@ class Entry(msgspec.Struct, frozen=True):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-# Made here and not where it is used: msgspec crashes when two threads are the first to decode a type (0.22).
-_ENTRY = msgspec.json.Decoder(Entry)
+class _Notes(msgspec.Struct, frozen=True, rename={"notes": "__metadata__"}):
+    """The part of a header that is no entry."""
+
+    notes: dict[str, str] = {}
 
 
-class NewEntry(msgspec.Struct, frozen=True):
+# Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
+# The notes are decoded as an entry too, which costs nothing, is thrown away, and spares a decision at each entry.
+_ENTRIES = msgspec.json.Decoder(dict[str, Entry])
+_NOTES = msgspec.json.Decoder(_Notes)
+
+
+class NewEntry(msgspec.Struct, frozen=True, gc=False):
     """An entry that is to be written: its name, element type (torch's name) and shape."""
 
     name: str
@@ -119,9 +129,9 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
     if struct.unpack("<Q", data[:8])[0] != len(data) - 8:
         raise ValueError("the header's own length is not the one that the manifest names")
     try:
-        fields = msgspec.json.decode(data[8:], type=dict[str, msgspec.Raw])
-        notes = msgspec.json.decode(fields.pop("__metadata__", b"{}"), type=dict[str, str])
-        entries = {name: _ENTRY.decode(raw) for name, raw in fields.items()}
+        notes = _NOTES.decode(data[8:]).notes
+        entries = _ENTRIES.decode(data[8:])
+        entries.pop("__metadata__", None)
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     position = 0
@@ -161,3 +171,26 @@ def seal_of(header: bytes, table: bytes) -> str:
     hasher = xxhash.xxh3_64(header)
     hasher.update(table)
     return hasher.hexdigest()
+
+
+def sums_of(views: Sequence[memoryview], block_bytes: int) -> list[int]:
+    """The checksum of each block of the bytes that the views spell together; the first begins a block."""
+    if len(views) == 1:
+        view = views[0]
+        return [_digest(view[at : at + block_bytes]) for at in range(0, len(view), block_bytes)]
+    sums: list[int] = []
+    hasher, filled = xxhash.xxh3_64(), 0
+    for view in views:
+        at = 0
+        while at < len(view):
+            if not filled and len(view) - at >= block_bytes:
+                sums.append(_digest(view[at : at + block_bytes]))
+                at += block_bytes
+                continue
+            step = min(block_bytes - filled, len(view) - at)
+            hasher.update(view[at : at + step])
+            at, filled = at + step, filled + step
+            if filled == block_bytes:
+                sums.append(hasher.intdigest())
+                hasher, filled = xxhash.xxh3_64(), 0
+    return [*sums, hasher.intdigest()] if filled else sums

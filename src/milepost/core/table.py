@@ -20,7 +20,7 @@ from milepost.core.tree import LEAVES, Node
 from milepost.core.tree import merge as merge_trees
 
 
-class TensorRow(msgspec.Struct, frozen=True):
+class TensorRow(msgspec.Struct, frozen=True, gc=False):
     """One tensor as a rank describes it. `layout` is None for a plain tensor: whole on every rank that has the key."""
 
     key: str
@@ -80,7 +80,7 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
     rows, layouts = [], {}
     merger = _Merger()
     for key, holders in held.items():
-        problem = _contradiction(key, holders) or ""
+        problem = (len(holders) > 1 and _contradiction(key, holders)) or ""
         if not problem:
             try:
                 layouts[key] = merger.merge(holders)
@@ -115,7 +115,7 @@ class _Merger:
     def merge(self, holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
         shape = holders[0][1].shape
         # Tables of one merge hold the same tuples of ranks, so their identity stands for them.
-        alike = tuple((id(ranks), row.layout) for ranks, row in holders)
+        alike = tuple([(id(ranks), row.layout) for ranks, row in holders])
         if alike not in self._known:
             self._known[alike] = _by_rule(holders)
         found = self._known[alike]

@@ -27,7 +27,7 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
 }
 
 
-class Node(msgspec.Struct, frozen=True, array_like=True):
+class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One container or leaf. `name` is its encoded key in its parent; `kind` a container or leaf kind; `key` a leaf's key."""
 
     depth: int
@@ -69,35 +69,46 @@ class UnknownContainer(ValueError):
 
 def flatten(state: Any, rules: Rules) -> Flat:
     """Take `state` apart. Raises TooDeep for a state that contains itself, and UnknownContainer."""
-    found = list(_walk(state, rules, (), None, 0))
-    keys = iter(_keys([path for path, node, _ in found if node.kind in LEAVES]))
+    found: list[_Found] = []
+    _walk(state, rules, (), None, found)
+    keys = iter(_keys([path for path, _, kind, _ in found if kind in LEAVES]))
     nodes, leaves, paths, kinds = [], {}, {}, {}
-    for path, node, value in found:
-        if node.kind in LEAVES:
+    for path, name, kind, value in found:
+        if kind in LEAVES:
             key = next(keys)
-            nodes.append(msgspec.structs.replace(node, key=key))
-            leaves[key], paths[key], kinds[key] = value, path, node.kind
+            nodes.append(Node(len(path), name, kind, key))
+            leaves[key], paths[key], kinds[key] = value, path, kind
         else:
-            nodes.append(node)
+            nodes.append(Node(len(path), name, kind))
     return Flat(tuple(nodes), leaves, paths, kinds)  # type: ignore[arg-type]  # kinds holds only LEAVES
 
 
-def _walk(value: Any, rules: Rules, path: Path, name: Any, depth: int) -> Iterator[tuple[Path, Node, Any]]:
-    if depth > MAX_DEPTH:
+_Found = tuple[Path, Any, str, Any]
+"""A path, its encoded name, its kind, and the object if it is a leaf."""
+
+
+def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) -> None:
+    if len(path) > MAX_DEPTH:
         raise TooDeep(f"{show_path(path)!r} lies more than {MAX_DEPTH} levels deep; does the state contain itself?")
     kind = rules.leaf(value)
     if kind is not None:
-        yield path, Node(depth, name, kind), value
+        found.append((path, name, kind, value))
         return
     opened = rules.open(value, path)
     if opened is not None:
         value = opened
-    yield path, Node(depth, name, container_kind(value, path)), None
-    for child_key, child in children(value):
-        spelled = rules.encode(child_key, show_path((*path, child_key))) if isinstance(value, Mapping) else None
-        if is_namedtuple(value):
-            spelled = child_key
-        yield from _walk(child, rules, (*path, child_key), spelled, depth + 1)
+    found.append((path, name, container_kind(value, path), None))
+    for key, child in children(value):
+        inner = (*path, key)
+        _walk(child, rules, inner, _spelled(value, key, inner, rules), found)
+
+
+def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
+    """How the manifest spells a child's name: encoded for a dict, as it is for a namedtuple, not at all for the rest."""
+    if isinstance(container, Mapping):
+        plain = type(key) is str and key.isascii()
+        return key if plain else rules.encode(key, show_path(path))
+    return key if is_namedtuple(container) else None
 
 
 def container_kind(value: Any, path: Path = ()) -> str:
@@ -131,7 +142,7 @@ def children(value: Any) -> Iterable[tuple[Hashable, Any]]:
 
 def show_path(path: Path) -> str:
     """A path as people read it."""
-    return _printable(".".join(str(part) for part in path))
+    return _printable(".".join(map(str, path)))
 
 
 def _printable(text: str) -> str:
@@ -139,12 +150,15 @@ def _printable(text: str) -> str:
     return text if text.isascii() else text.encode("utf-8", "backslashreplace").decode()
 
 
+_ESCAPES = str.maketrans({"\\": "\\\\", ".": "\\.", "<": "\\<"})
+
+
 def exact_path(path: Path) -> str:
     """A path spelled so that no other path reads the same: dots inside a part are escaped, other types are named."""
     parts = []
     for part in path:
         if isinstance(part, str):
-            parts.append(part.replace("\\", "\\\\").replace(".", "\\.").replace("<", "\\<"))
+            parts.append(part.translate(_ESCAPES))
         else:
             parts.append(f"<{type(part).__name__} {part!r}>")
     return _printable(".".join(parts))
@@ -163,8 +177,7 @@ def _keys(paths: list[Path]) -> list[str]:
     return keys
 
 
-@dataclass(slots=True)
-class Branch:
+class Branch(msgspec.Struct, gc=False):
     """A node with its children, as `grow` builds it from the flat list."""
 
     node: Node
@@ -230,11 +243,11 @@ def make_namedtuple(name: str, fields: list[str]) -> Any:
 
 def check_kinds(nodes: Iterable[Node]) -> None:
     """Refuse kinds of node that this version does not know."""
-    for node in nodes:
-        kind, _, detail = node.kind.partition(":")
+    for spelled in {node.kind for node in nodes}:
+        kind, _, detail = spelled.partition(":")
         plain = kind in (*LEAVES, "dict", "OrderedDict", "list", "tuple") and not detail
         if not (plain or kind == "namedtuple" or (kind == "defaultdict" and detail in FACTORIES)):
-            raise ValueError(f"a node of the unknown kind {node.kind[:80]!r}")
+            raise ValueError(f"a node of the unknown kind {spelled[:80]!r}")
 
 
 def restore(value: Any, replace: Callable[[Any, Path], Any], path: Path = ()) -> Any:

@@ -1,6 +1,6 @@
 """The storage port: what a place must be able to do to hold a checkpoint. Names are relative, with `/` between parts."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
 from milepost.errors import UnsafeCheckpoint
@@ -11,10 +11,14 @@ CLAIM = ".claim"
 
 
 class Writer(Protocol):
-    """A new object that is being written, front to back."""
+    """A new object that is being written. Ranges may come in any order and from several threads at once."""
 
-    def write(self, data: Buffer) -> None:
-        """Append all of `data`. Raises StorageError, naming the object, when the store refuses."""
+    @property
+    def aligned(self) -> bool:
+        """Whether it pays to copy data into page-aligned memory first: it goes to the device from there, uncopied."""
+
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        """Write all of `views`, one behind the other, at `offset`. Raises StorageError when the store refuses."""
 
     def commit(self) -> None:
         """Return once the object is whole and survives power loss under its name."""
@@ -24,14 +28,20 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """An object that is open for reading."""
+    """An object that is open for reading, from several threads at once. Closed by `close`, or when it is forgotten."""
 
     @property
     def size_bytes(self) -> int:
         """The size of the object."""
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill all of `target` from `offset`. Raises StorageError where the object is shorter."""
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill all of `views`, one behind the other, from `offset`. Raises StorageError where the object is shorter."""
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """Whether a range would come from the device, and `read_cold` would be the faster way to get it."""
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Like `read`, into page-aligned memory, from a page-aligned offset."""
 
     def close(self) -> None:
         """Let go of the object."""
@@ -51,8 +61,11 @@ class Store(Protocol):
         When it raises anything else, the name may or may not exist, but that does not change any more.
         """
 
-    def writer(self, name: str) -> Writer:
-        """Start a new object. Raises AlreadyExists if the name is taken."""
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
+        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room.
+
+        `direct=False` asks not to go past the cache of the operating system.
+        """
 
     def reader(self, name: str) -> Reader:
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object."""

@@ -9,15 +9,24 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterator
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.errors import AlreadyExists, StorageError, UnsafeCheckpoint
+from milepost.store import linux
 from milepost.store.base import CLAIM, Buffer, check_name
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_WRITE_AT_ONCE = 1 << 30
+_NOT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
+_DIRECT_FROM_BYTES = 4 * MIB
+"""Smaller files go through the page cache: they gain nothing, and their readers find them there."""
+_WRITE_OUT_BYTES = MIB // 2
+_AT_ONCE_BYTES = MIB
+_VECTORS = 1024  # IOV_MAX
 _TRIES = 20
 
 
@@ -36,9 +45,9 @@ class LocalStore:
         """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
         path = self._path(name)
         temporary = f"{name}.{secrets.token_hex(4)}.tmp"
-        writer = self.writer(temporary)
+        writer = self.writer(temporary, len(data))
         try:
-            writer.write(data)
+            writer.write(0, [data])
             writer.commit()
             with _explained("publish", path):
                 self._publish(self._path(temporary), path)
@@ -74,15 +83,15 @@ class LocalStore:
             finally:
                 os.unlink(claim)
 
-    def writer(self, name: str) -> "LocalWriter":
-        """Start a new object. Raises AlreadyExists if the name is taken."""
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "LocalWriter":
+        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room."""
         path = self._path(name)
         with _explained("create", path):
             try:
                 handle = _create_file(self.root, check_name(name))
             except FileExistsError:
                 raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-        return LocalWriter(path, handle, self.root)
+        return LocalWriter(path, handle, self.root, size_bytes, direct)
 
     def reader(self, name: str) -> "LocalReader":
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
@@ -137,17 +146,52 @@ class LocalStore:
 
 
 class LocalWriter:
-    """A new file. `commit` syncs it and the folders that lead to it."""
+    """A new file: straight to the device where its file system can do that, else through the page cache.
 
-    def __init__(self, path: Path, handle: int, root: Path) -> None:
+    `commit` syncs it and the folders that lead to it.
+    """
+
+    def __init__(self, path: Path, handle: int, root: Path, size_bytes: int, direct: bool) -> None:
         self._path, self._handle, self._root = path, handle, root
+        self._direct: int | None = None
+        try:
+            with _explained("make room for", path):
+                linux.preallocate(handle, size_bytes)
+            if direct and size_bytes >= _DIRECT_FROM_BYTES:
+                self._direct = linux.direct_handle(handle, os.O_WRONLY)
+        except BaseException:
+            self.abort()
+            raise
+        self.aligned = self._direct is not None
 
-    def write(self, data: Buffer) -> None:
-        """Append all of `data`."""
-        view = memoryview(data).cast("B")
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        """Write all of `views`, one behind the other, at `offset`."""
+        parts = [memoryview(view).cast("B") for view in views if len(view)]
         with _explained("write", self._path):
-            while view:
-                view = view[os.write(self._handle, view[:_WRITE_AT_ONCE]) :]
+            if self.aligned and len(parts) == 1 and _is_aligned(offset, parts[0]):
+                done = self._write_direct(offset, parts[0])
+                offset, parts = offset + done, [parts[0][done:]]
+            _move_all(os.pwritev, self._handle, offset, parts, self._started)
+
+    def _write_direct(self, offset: int, view: memoryview) -> int:
+        """Write whole pages past the page cache, and say how much that was: nothing where it is refused."""
+        assert self._direct is not None
+        length, done = len(view) // PAGE_BYTES * PAGE_BYTES, 0
+        try:
+            while done < length:
+                count = os.pwrite(self._direct, view[done:length], offset + done)
+                done += count
+                if count % PAGE_BYTES:  # an interrupted write; the rest goes the other way
+                    break
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                raise
+            self.aligned = False
+        return done
+
+    def _started(self, offset: int, length: int) -> None:
+        if length >= _WRITE_OUT_BYTES:
+            linux.start_writeback(self._handle, offset, length)
 
     def commit(self) -> None:
         """Return once the file and the folders that lead to it survive power loss."""
@@ -164,7 +208,9 @@ class LocalWriter:
             os.unlink(self._path)
 
     def _close(self) -> None:
-        handle, self._handle = self._handle, -1
+        handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
+        if direct is not None:
+            os.close(direct)
         if handle >= 0:
             os.close(handle)
 
@@ -174,27 +220,111 @@ class LocalReader:
 
     def __init__(self, path: Path, handle: int, size_bytes: int) -> None:
         self._path, self._handle, self._size = path, handle, size_bytes
+        self._lock = threading.Lock()
+        self._direct: int | None = None
+        self._residency: linux.Residency | None = None
 
     @property
     def size_bytes(self) -> int:
         """The size of the file when it was opened."""
         return self._size
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill all of `target` from `offset`."""
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill all of `views`, one behind the other, from `offset`."""
         with _explained("read", self._path):
-            done = 0
-            while done < len(target):
-                count = os.preadv(self._handle, [target[done:]], offset + done)
-                if count == 0:
-                    raise StorageError(f"{self._path} ends before byte {offset + len(target)}")
+            try:
+                _move_all(os.preadv, self._handle, offset, views)
+            except EOFError:
+                end = offset + sum(map(len, views))
+                raise StorageError(f"{self._path} ends before byte {end}") from None
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """Whether a range is not in the page cache, and can be read past it."""
+        with self._lock:
+            if self._residency is None:
+                self._residency = linux.Residency(self._handle, self._size)
+                self._direct = linux.direct_handle(self._handle, os.O_RDONLY)
+            return self._direct is not None and not self._residency.is_cached(offset, length)
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Fill page-aligned memory from a page-aligned offset, past the page cache."""
+        done, length = 0, len(block) // PAGE_BYTES * PAGE_BYTES
+        with _explained("read", self._path), contextlib.suppress(_Refused):
+            while self._direct is not None and done < length:
+                count = _read_direct(self._direct, block[done:length], offset + done)
                 done += count
+                if count == 0 or count % PAGE_BYTES:
+                    break
+        self.read(offset + done, [block[done:]])
 
     def close(self) -> None:
         """Close the file."""
-        handle, self._handle = self._handle, -1
+        handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
+        if self._residency is not None:
+            self._residency.close()
+        if direct is not None:
+            os.close(direct)
         if handle >= 0:
             os.close(handle)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+class _Refused(Exception):
+    """The file system does no direct I/O here after all."""
+
+
+def _read_direct(handle: int, view: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(handle, [view], offset)
+    except OSError as error:
+        if error.errno in _NOT_DIRECT:
+            raise _Refused from None
+        raise
+
+
+def _is_aligned(offset: int, view: memoryview) -> bool:
+    at = linux.address_of(view)
+    return at != 0 and (at | offset) % PAGE_BYTES == 0
+
+
+def _move_all(
+    move: Callable[[int, Sequence[memoryview], int], int],
+    handle: int,
+    offset: int,
+    views: Sequence[memoryview],
+    moved: Callable[[int, int], None] | None = None,
+) -> None:
+    """Read into or write from all of the views. Raises EOFError where a read finds the end of the file."""
+    pending = deque(view for view in views if len(view))
+    while pending:
+        batch = _batch(pending)
+        count = move(handle, batch, offset)
+        if count == 0:
+            raise EOFError
+        if moved is not None:
+            moved(offset, count)
+        offset += count
+        for i, view in enumerate(batch):  # mostly all of it moved; else the rest of the batch goes again
+            if count < len(view):
+                pending.extendleft(reversed([view[count:], *batch[i + 1 :]]))
+                break
+            count -= len(view)
+
+
+def _batch(pending: deque[memoryview]) -> list[memoryview]:
+    """The next views, for one call: about a MiB, because larger calls cost more a byte on some kernels."""
+    batch: list[memoryview] = []
+    room = _AT_ONCE_BYTES
+    while pending and room and len(batch) < _VECTORS:
+        view = pending.popleft()
+        if len(view) > room:
+            pending.appendleft(view[room:])
+            view = view[:room]
+        batch.append(view)
+        room -= len(view)
+    return batch
 
 
 def _open_inside(root: Path, parts: tuple[str, ...], flags: int, make: bool = False) -> int:

@@ -1,7 +1,7 @@
 """A store in this process's memory, for tests and simulations. All ranks that are threads of one process share it."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from milepost.errors import AlreadyExists, StorageError
 from milepost.store.base import Buffer, check_name
@@ -28,12 +28,13 @@ class MemoryStore:
                 raise AlreadyExists(f"{self._url}/{name} exists already")
             self.objects[name] = bytes(data)
 
-    def writer(self, name: str) -> "MemoryWriter":
-        """Start a new object. Raises AlreadyExists if the name is taken."""
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "MemoryWriter":
+        """Start a new object of this size. Raises AlreadyExists if the name is taken."""
+        del direct
         check_name(name)
         if name in self.objects:
             raise AlreadyExists(f"{self._url}/{name} exists already")
-        return MemoryWriter(self, name)
+        return MemoryWriter(self, name, size_bytes)
 
     def reader(self, name: str) -> "MemoryReader":
         """Open an object. Raises FileNotFoundError if there is none."""
@@ -57,12 +58,17 @@ class MemoryStore:
 class MemoryWriter:
     """Collects an object, and puts it into its store on `commit`."""
 
-    def __init__(self, store: MemoryStore, name: str) -> None:
-        self._store, self._name, self._data = store, name, bytearray()
+    aligned = False
 
-    def write(self, data: Buffer) -> None:
-        """Append all of `data`."""
-        self._data += data
+    def __init__(self, store: MemoryStore, name: str, size_bytes: int) -> None:
+        self._store, self._name, self._data = store, name, bytearray(size_bytes)
+
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        """Write all of `views`, one behind the other, at `offset`."""
+        for view in views:
+            data = memoryview(view).cast("B")
+            self._data[offset : offset + len(data)] = data
+            offset += len(data)
 
     def commit(self) -> None:
         """Put the object under its name."""
@@ -84,12 +90,23 @@ class MemoryReader:
         """The size of the object."""
         return len(self._data)
 
-    def read_into(self, offset: int, target: memoryview) -> None:
-        """Fill all of `target` from `offset`."""
-        part = self._data[offset : offset + len(target)]
-        if len(part) != len(target):
-            raise StorageError(f"{self._url} ends before byte {offset + len(target)}")
-        target[:] = part
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill all of `views`, one behind the other, from `offset`."""
+        end = offset + sum(map(len, views))
+        if end > len(self._data):
+            raise StorageError(f"{self._url} ends before byte {end}")
+        for view in views:
+            view[:] = self._data[offset : offset + len(view)]
+            offset += len(view)
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """Never: it is memory."""
+        del offset, length
+        return False
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Like `read`."""
+        self.read(offset, [block])
 
     def close(self) -> None:
         """Nothing to let go of."""

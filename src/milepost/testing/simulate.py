@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from milepost.comm.together import Report, Verdict
-from milepost.core.agreement import Overview, Plan, Terms, agreement_id, find_terms, group_of, make_plan, overview
+from milepost.core.agreement import Overview, Plan, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
@@ -54,12 +54,9 @@ class SimulatedSave:
         merged = merge_tables([(unpack_ranks(ranks), table) for ranks, table in self.tables.items()])
         if merged.problems:
             raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-        if len(tables) > 1:
-            terms = find_terms(groups, tables, merged, spread=True)
-        else:
-            terms = Terms(agreement_id(groups, spread=True), (groups[0][0],))
-        object.__setattr__(self, "terms", terms)
-        object.__setattr__(self, "overview", overview(terms, tables, merged, self.world, spread=True))
+        settled = settle(groups, tables, merged, self.world, spread=True)
+        object.__setattr__(self, "terms", settled.terms)
+        object.__setattr__(self, "overview", settled.overview)
 
     def plan(self, rank: int) -> Plan:
         """The plan that this rank would make for itself."""

@@ -1,6 +1,7 @@
 """Stores that count their calls, and fail or die at a chosen one."""
 
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 from milepost.store import Reader, Store, Writer
@@ -22,6 +23,7 @@ class CountingStore:
     def __init__(self, inner: Store) -> None:
         self.inner = inner
         self.calls = 0
+        self._lock = threading.Lock()
 
     def before(self, number: int, call: str) -> None:
         """Called before call `number` reaches the store."""
@@ -31,8 +33,9 @@ class CountingStore:
 
     def run(self, call: str, action: Callable[[], T]) -> T:
         """Count one call and run it between the hooks."""
-        self.calls += 1
-        number = self.calls
+        with self._lock:
+            self.calls += 1
+            number = self.calls
         self.before(number, call)
         result = action()
         self.after(number, call)
@@ -47,9 +50,10 @@ class CountingStore:
         """Counted; see `Store`."""
         self.run(f"create {name}", lambda: self.inner.create(name, data))
 
-    def writer(self, name: str) -> Writer:
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
         """Counted; see `Store`."""
-        return _CountingWriter(self, name, self.run(f"writer {name}", lambda: self.inner.writer(name)))
+        inner = self.run(f"writer {name}", lambda: self.inner.writer(name, size_bytes, direct=direct))
+        return _CountingWriter(self, name, inner)
 
     def reader(self, name: str) -> Reader:
         """Counted; see `Store`."""
@@ -68,8 +72,12 @@ class _CountingWriter:
     def __init__(self, store: CountingStore, name: str, inner: Writer) -> None:
         self._store, self._name, self._inner = store, name, inner
 
-    def write(self, data: Buffer) -> None:
-        self._store.run(f"write {self._name}", lambda: self._inner.write(data))
+    @property
+    def aligned(self) -> bool:
+        return self._inner.aligned
+
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        self._store.run(f"write {self._name}", lambda: self._inner.write(offset, views))
 
     def commit(self) -> None:
         self._store.run(f"commit {self._name}", self._inner.commit)

@@ -1,0 +1,106 @@
+"""What Linux can do with files and Python's `os` does not offer. Where it is not there or is refused, nothing happens."""
+
+import ctypes
+import errno
+import mmap
+import os
+from typing import Any
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
+_EMPTY_PATH, _DIRECT_MASK = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN
+_STATX_BYTES, _MASK_AT, _DIRECT_AT = 256, 0, 152
+O_DIRECT: int = getattr(os, "O_DIRECT", 0)
+
+
+def _function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
+    """A function of the C library, or None where it has none of this name."""
+    found = getattr(_libc, name, None)
+    if found is not None:
+        found.argtypes, found.restype = arguments, result
+    return found
+
+
+_fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_sync_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
+_statx = _function("statx", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+_mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+_map = _function(
+    "mmap",
+    *(ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_int64),
+    result=ctypes.c_void_p,
+)
+_unmap = _function("munmap", ctypes.c_void_p, ctypes.c_size_t)
+
+
+def preallocate(handle: int, size_bytes: int) -> None:
+    """Reserve the blocks of a file. Raises OSError where there is no room; a file system that cannot do it is let be.
+
+    Not `posix_fallocate`, which writes zeros over the whole file where the file system has no such call.
+    """
+    if _fallocate is None or size_bytes == 0:
+        return
+    if _fallocate(handle, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def start_writeback(handle: int, offset: int, length: int) -> None:
+    """Ask for a range to be written out now, so that the sync at the end finds little left. Errors show in that sync."""
+    if _sync_range is not None:
+        _sync_range(handle, offset, length, _WRITE_OUT)
+
+
+def direct_handle(handle: int, access: int) -> int | None:
+    """A second handle on an open file, for direct I/O; None where that is not possible or would gain nothing."""
+    if not O_DIRECT or not _does_direct(handle):
+        return None
+    try:
+        return os.open(f"/proc/self/fd/{handle}", access | O_DIRECT | os.O_CLOEXEC)
+    except OSError:
+        return None
+
+
+def _does_direct(handle: int) -> bool:
+    """Whether the file system says so. tmpfs accepts the flag and copies all the same; then this is False."""
+    if _statx is None:
+        return True
+    record = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
+    if _statx(handle, b"", _EMPTY_PATH, _DIRECT_MASK, record) != 0 or not record[_MASK_AT // 4] & _DIRECT_MASK:
+        return True  # an old kernel does not know; opening and writing will show
+    return 0 < record[_DIRECT_AT // 4] <= mmap.PAGESIZE
+
+
+def address_of(view: memoryview) -> int:
+    """Where the memory of a view starts; 0 for read-only and empty memory."""
+    if view.readonly or not len(view):
+        return 0
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+class Residency:
+    """Which parts of an open file are in the page cache. Says "all" where the kernel does not tell."""
+
+    def __init__(self, handle: int, size_bytes: int) -> None:
+        self._size = size_bytes
+        self._at: int | None = None
+        if _map is not None and _mincore is not None and size_bytes:
+            found = _map(None, size_bytes, 0, mmap.MAP_SHARED, handle, 0)
+            self._at = None if found in (None, ctypes.c_void_p(-1).value) else found
+
+    def is_cached(self, offset: int, length: int) -> bool:
+        """Whether most of a range is in the cache."""
+        start = offset // mmap.PAGESIZE * mmap.PAGESIZE
+        length = min(offset + length, self._size) - start
+        if self._at is None or length <= 0:
+            return True
+        pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+        if _mincore(self._at + start, length, pages) != 0:
+            return True
+        return 2 * pages.raw.count(1) >= len(pages)
+
+    def close(self) -> None:
+        """Let go of the mapping."""
+        at, self._at = self._at, None
+        if at is not None:
+            _unmap(at, self._size)

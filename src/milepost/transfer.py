@@ -1,0 +1,200 @@
+"""How bytes move: how many workers, with how much memory each, and how far they are."""
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeVar
+
+from milepost.core.limits import BLOCK_BYTES, KIB, MIB
+from milepost.errors import InvalidRequest
+
+J = TypeVar("J")
+HOST_MEMORY_BYTES = 512 * MIB
+"""What a save or load may use beyond the state itself, unless the caller says otherwise."""
+MAX_THREADS = 256
+_PIECE_BYTES = 32 * KIB
+_TELL_EVERY_S = 0.1
+_log = logging.getLogger("milepost")
+
+
+@dataclass(frozen=True, slots=True)
+class Transfer:
+    """How a rank moves bytes between memory and store. The defaults were measured; most jobs need no others.
+
+    `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one.
+    `block_bytes`: how much one request moves. The memory in use is the product of both.
+    `direct`: go past the operating system's page cache where the store can do that and it is faster. Without it, what
+    was just written or read is in the cache for the next reader.
+    """
+
+    threads: int = 4
+    block_bytes: int = MIB
+    direct: bool = True
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise InvalidRequest(f"a transfer has 1 to {MAX_THREADS} threads, not {self.threads}")
+        if self.block_bytes < BLOCK_BYTES or self.block_bytes % BLOCK_BYTES:
+            raise InvalidRequest(f"block_bytes is a multiple of {BLOCK_BYTES}, not {self.block_bytes}")
+
+    def threads_for(self, total_bytes: int, pieces: int, block_bytes: int) -> int:
+        """How many threads to use for so many bytes in so many pieces, with blocks of this size.
+
+        Fewer where blocks are larger than asked for, to keep to the memory; and where pieces are small: then the time
+        goes into Python, in which only one thread runs, and others make it wait.
+        """
+        by_memory = self.threads * self.block_bytes // block_bytes
+        by_pieces = total_bytes // (_PIECE_BYTES * max(pieces, 1))
+        return max(1, min(self.threads, by_memory, by_pieces, -(-total_bytes // block_bytes)))
+
+    def within(self, host_memory_bytes: int) -> "Transfer":
+        """The same, with fewer threads or smaller blocks if it would use more memory than this."""
+        if host_memory_bytes < BLOCK_BYTES:
+            raise InvalidRequest(
+                f"host_memory_bytes is {host_memory_bytes}, and nothing moves with less than {BLOCK_BYTES // KIB} KiB"
+            )
+        block = min(self.block_bytes, host_memory_bytes // BLOCK_BYTES * BLOCK_BYTES)
+        return Transfer(min(self.threads, host_memory_bytes // block), block, self.direct)
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far a save, load or verification is, on the lead rank and for its own part of the bytes."""
+
+    action: Literal["save", "load", "verify"]
+    url: str
+    done_bytes: int
+    total_bytes: int
+    seconds: float
+
+    @property
+    def bytes_per_second(self) -> float:
+        """The rate so far; 0 before anything was moved."""
+        return self.done_bytes / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the rest takes at this rate; None while there is no rate."""
+        rate = self.bytes_per_second
+        return (self.total_bytes - self.done_bytes) / rate if rate else None
+
+    @property
+    def finished(self) -> bool:
+        """Whether all bytes were moved. This is told last, once, unless something failed."""
+        return self.done_bytes >= self.total_bytes
+
+
+Watcher = Callable[[Progress], None]
+
+
+class Meter:
+    """Counts bytes, from several threads, and tells a watcher about it, from the thread that called save or load."""
+
+    def __init__(self, action: Literal["save", "load", "verify"], url: str, watcher: Watcher | None = None) -> None:
+        self._action, self._url, self._watcher = action, url, watcher
+        self._lock = threading.Lock()
+        self._done = self._total = 0
+        self._start = self._told = time.monotonic()
+
+    @property
+    def watched(self) -> bool:
+        """Whether anybody wants to know."""
+        return self._watcher is not None
+
+    def expect(self, total_bytes: int) -> None:
+        """Say how much there is to do, before it starts."""
+        self._total, self._start = total_bytes, time.monotonic()
+
+    def add(self, count: int) -> None:
+        """Count bytes that were moved."""
+        with self._lock:
+            self._done += count
+
+    def tell(self) -> None:
+        """Tell the watcher, if the last time is long enough ago."""
+        if self._watcher is not None and time.monotonic() - self._told >= _TELL_EVERY_S:
+            self._tell(min(self._done, self._total - 1))
+
+    def finish(self) -> None:
+        """Tell the watcher that it is done."""
+        if self._watcher is not None:
+            self._tell(self._total)
+
+    def _tell(self, done: int) -> None:
+        self._told = time.monotonic()
+        progress = Progress(self._action, self._url, max(done, 0), self._total, self._told - self._start)
+        try:
+            assert self._watcher is not None
+            self._watcher(progress)
+        except Exception:  # noqa: BLE001
+            # A picture of the work must not be able to stop the work.
+            _log.warning("the progress callback failed and is not called again", exc_info=True)
+            self._watcher = None
+
+
+def run_all(
+    jobs: Iterator[J], make_worker: Callable[[], Callable[[J], None]], threads: int, meter: Meter | None = None
+) -> None:
+    """Do all jobs with `threads` workers, of which this thread is one. Each worker is made in its own thread.
+
+    The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
+    """
+    queue = _Queue(jobs)
+
+    def work(watch: Callable[[], None]) -> None:
+        try:
+            worker = make_worker()
+            while (job := queue.take()) is not None:
+                worker(job[0])
+                watch()
+        except BaseException as error:  # noqa: BLE001  # whatever it is, it is raised where the caller waits
+            queue.stop(error)
+
+    others = [
+        threading.Thread(target=work, args=(_no_watch,), name="milepost", daemon=True) for _ in range(threads - 1)
+    ]
+    try:
+        for other in others:
+            other.start()
+        work(meter.tell if meter is not None else _no_watch)
+        while meter is not None and any(other.is_alive() for other in others):
+            others[-1].join(_TELL_EVERY_S)
+            others = [other for other in others if other.is_alive()]
+            meter.tell()
+    finally:
+        queue.stop(None)
+        for other in others:
+            if other.ident is not None:
+                other.join()
+    if queue.error is not None:
+        raise queue.error
+
+
+def _no_watch() -> None:
+    pass
+
+
+class _Queue(Generic[J]):
+    """Hands out jobs one at a time, until there are no more or something failed."""
+
+    def __init__(self, jobs: Iterator[J]) -> None:
+        self._jobs = jobs
+        self._lock = threading.Lock()
+        self._stopped = False
+        self.error: BaseException | None = None
+
+    def take(self) -> "tuple[J] | None":
+        with self._lock:
+            if self._stopped:
+                return None
+            for job in self._jobs:
+                return (job,)
+            self._stopped = True
+            return None
+
+    def stop(self, error: BaseException | None) -> None:
+        self._stopped = True
+        with self._lock:
+            self.error = self.error or error
