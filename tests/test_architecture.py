@@ -16,7 +16,7 @@ LAYERS = [
     ["core"],
     ["store", "comm"],
     ["values", "tensors", "state", "report", "transfer", "memory"],
-    ["bar", "write", "read", "place", "commit", "describing", "replicas", "privates", "targets"],
+    ["bar", "write", "read", "place", "commit", "describing", "replicas", "privates", "sharing", "targets"],
     ["agreeing", "saving", "loading", "checkpoint"],
     ["api", "opening"],
     ["", "testing"],

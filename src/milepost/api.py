@@ -83,6 +83,7 @@ def load(
     types: Iterable[type] = (),
     allow_pickle: bool = False,
     verify: bool = True,
+    share_reads: bool | None = None,
     host_memory_bytes: int = HOST_MEMORY_BYTES,
     transfer: Transfer | None = None,
     progress: Watcher | None = None,
@@ -99,6 +100,8 @@ def load(
     `convert_dtype`: convert where the dtype differs.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
     `verify=False`: do not check the data (manifest and headers are). Only where something else protects every byte.
+    `share_reads`: let ranks that want the same read it once and send it to each other, through the process group.
+    By default that is done where it pays: over several machines, and between GPUs.
     `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`, `process_group`: as for `save`.
     """
     options = LoadOptions(
@@ -108,6 +111,7 @@ def load(
         convert_dtype,
         device,
         verify,
+        share_reads,
         (transfer or Transfer()).within(host_memory_bytes),
         progress,
     )

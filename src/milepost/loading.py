@@ -1,5 +1,7 @@
 """The load pipeline: open, match, read, apply. Every rank runs it; each step ends with all ranks or with one error."""
 
+import itertools
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,9 +21,10 @@ from milepost.place import place_all
 from milepost.privates import read_private_values
 from milepost.read import Files
 from milepost.report import Found, Report, merge_reports
+from milepost.sharing import WORTH_BYTES, Exchange, agree_to_share
 from milepost.state import PerRank, is_stateful
 from milepost.store import Store
-from milepost.targets import LongBytes, Matcher, Target, allocate, check_world, keys_of
+from milepost.targets import LongBytes, Matcher, Target, allocate, check_world, keys_of, shared_parts
 from milepost.tensors import Describer
 from milepost.transfer import Meter, Transfer, Watcher
 from milepost.values import Codec
@@ -29,9 +32,14 @@ from milepost.values import Codec
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
 _REPORTS = msgspec.msgpack.Decoder(Report)
 _FOUND = msgspec.msgpack.Decoder(Found)
+_OFFERS = msgspec.msgpack.Decoder(dict[str, bytes])
+_SHARE = b"\0share"
 _OPENED = msgspec.msgpack.Decoder(tuple[int, bytes, bytes])
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
+
+
+_log = logging.getLogger("milepost")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class LoadOptions:
     convert_dtype: bool = False
     device: torch.device | str | None = None
     verify: bool = True
+    share_reads: bool | None = None
     transfer: Transfer = field(default_factory=Transfer)
     progress: Watcher | None = None
 
@@ -51,15 +60,25 @@ class LoadOptions:
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
     """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
     manifest, opened = _open(store, comm, "loading")
-    target = _match(state, manifest, store, comm, options, opened)
+    target, share = _match(state, manifest, store, comm, options, opened)
+    exchanges = _share_out(target, store, comm, options) if share else []
     files = Files(store, target.manifest)
     applied: list[Any] = []
 
     def read() -> bytes:
-        allocate(target, Describer(comm), options.device)
+        if not share:
+            allocate(target, Describer(comm), options.device)
         meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
-        place_all(files, target.placements, options.transfer, meter, verify=options.verify)
+        placements = itertools.chain(target.placements, *(e.own(target.manifest) for e in exchanges))
+        place_all(files, placements, options.transfer, meter, verify=options.verify)
         _read_values(target, files, comm, options.codec)
+        for exchange in exchanges:
+            exchange.prepare()
+        return b""
+
+    def send() -> bytes:
+        for exchange in exchanges:
+            exchange.run()
         return b""
 
     def apply() -> bytes:
@@ -70,6 +89,8 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         together(comm, Phase("loading", store.url, "reading"), read)
     finally:
         files.close()
+    if share:
+        together(comm, Phase("loading", store.url, "sending"), send)
     together(comm, Phase("loading", store.url, "applying"), apply)
     return applied[0]
 
@@ -134,8 +155,11 @@ def _merged(store: Store, manifest: Manifest, packed: list[bytes]) -> Report:
 
 def _match(
     state: Any, manifest: Manifest | None, store: Store, comm: Comm, options: LoadOptions, trouble: Exception | None
-) -> Target:
-    """Match each rank's state with the manifest. Raises StateMismatch, with all differences on all ranks, on every rank."""
+) -> tuple[Target, bool]:
+    """Match each rank's state with the manifest, and decide whether replicas share the reading.
+
+    Raises StateMismatch, with all differences on all ranks, on every rank.
+    """
     kept: list[Target] = []
 
     def match() -> bytes:
@@ -144,14 +168,54 @@ def _match(
 
     def judge(packed: list[bytes]) -> bytes:
         assert manifest is not None
-        report = _merged(store, manifest, packed)
+        found = [_FOUND.decode(data) for data in packed]
+        report = merge_reports(store.url, keys_of(manifest), found)
         permissions = (options.allow_missing, options.allow_unexpected, options.convert_dtype)
-        return b"" if report.fits(*permissions) else "\n".join(report.problems(*permissions)).encode()
+        if report.fits(*permissions):
+            return _SHARE if _pays(found, options.share_reads) else b""
+        return "\n".join(report.problems(*permissions)).encode()
 
-    problems = together(comm, Phase("loading", store.url, "matching"), match, judge)
-    if problems:
-        raise StateMismatch(f"the checkpoint at {store.url} does not fit the state:\n{problems.decode()}")
-    return kept[0]
+    answer = together(comm, Phase("loading", store.url, "matching"), match, judge)
+    if answer not in (b"", _SHARE):
+        raise StateMismatch(f"the checkpoint at {store.url} does not fit the state:\n{answer.decode()}")
+    return kept[0], answer == _SHARE
+
+
+def _pays(found: list[Found], wish: bool | None) -> bool:
+    """Whether replicas should share the reading: one reads, and sends it to the others.
+
+    That costs one trip through the network where reading again costs one through the storage. It wins where the ranks
+    are on several machines, whose caches do not help each other, and on devices that are linked; it loses on one machine
+    with the tensors in its main memory: there the page cache does the same at no cost.
+    """
+    shared = sum(one.shared_bytes for one in found)
+    if wish is not None or shared < WORTH_BYTES:
+        return bool(wish) and shared > 0
+    sharing = [one for one in found if one.shared_bytes]
+    return len({one.host for one in sharing}) > 1 or all(one.on_device for one in sharing)
+
+
+def _share_out(target: Target, store: Store, comm: Comm, options: LoadOptions) -> list[Exchange]:
+    """Agree on who reads what of the tensors that several ranks want. Nothing is shared where the ranks do not agree."""
+    exchanges: list[Exchange] = []
+
+    def offer() -> bytes:
+        describer = Describer(comm)
+        allocate(target, describer, options.device)
+        parts = shared_parts(target, describer)
+        # In one order over all groups of the job, so that no two groups wait for each other.
+        exchanges.extend(Exchange(s, comm.rank, parts[s]) for s in sorted(parts, key=lambda s: s[:2]))
+        return msgspec.msgpack.encode({e.name: e.digest() for e in exchanges})
+
+    def decide(packed: list[bytes]) -> bytes:
+        return b"yes" if agree_to_share([_OFFERS.decode(data) for data in packed]) else b""
+
+    if not together(comm, Phase("loading", store.url, "sharing out"), offer, decide):
+        _log.info("the ranks want different tensors of %s, so each reads its own", store.url)
+        return []
+    keys = {key for exchange in exchanges for key in exchange.keys}
+    target.placements = [p for p in target.placements if p.item.key not in keys]
+    return exchanges
 
 
 @CollectionPaused()

@@ -55,13 +55,14 @@ class Block:
             self.data = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
         self.address = int(self.data.data_ptr())
         self.view = view_of(self.data)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
 
-    def as_tensor(self, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        """A range of it as a flat tensor; a copy where the range is not aligned for the type."""
-        part = self.data[start:stop]
-        if (self.address + start) % dtype.itemsize:
-            part = part.clone()
-        return part.view(dtype)
+    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as a flat tensor."""
+        if dtype not in self._typed:
+            whole = self.data.numel() // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = self.data[:whole].view(dtype)
+        return self._typed[dtype]
 
 
 def needs_pinned(tensors: "list[torch.Tensor]") -> bool:

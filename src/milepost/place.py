@@ -9,7 +9,7 @@ is read twice, and a strided region is cut out of whole blocks instead of being 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
-from operator import itemgetter
+from operator import itemgetter, mul
 from typing import NamedTuple
 
 import msgspec
@@ -88,6 +88,7 @@ class _Piece(NamedTuple):
     origin: int
     alone: bool
     placement: Placement
+    region: "_Region | None"
 
 
 class _Job(NamedTuple):
@@ -128,7 +129,8 @@ def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
     in_one_run = span == item.box.elements
     address = address_of(target) if in_one_run and target.dtype == torch_dtype(placement.dtype) else 0
     alone = placement.alone and in_one_run
-    return _Piece(origin + first * size, origin + (first + span) * size, address, origin, alone, placement)
+    region = None if address else _Region(placement)
+    return _Piece(origin + first * size, origin + (first + span) * size, address, origin, alone, placement, region)
 
 
 def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:
@@ -217,28 +219,38 @@ class _Worker:
         if piece.address:
             copy_bytes(piece.address + start - piece.start, self._block.address + start - job.start, stop - start)
             return
-        item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
-        first, last = (start - piece.origin) // kind.size_bytes, (stop - piece.origin) // kind.size_bytes
-        strides, wanted = strides_of(item.source.shape), item.box.within(item.source)
-        flat = self._block.as_tensor(start - job.start, stop - job.start, torch_dtype(piece.placement.dtype))
-        for box in boxes_of_run(item.source.shape, first, last):
-            part = box.intersect(wanted)
+        assert piece.region is not None
+        piece.region.fill(self._block, start - job.start, start - piece.origin, stop - piece.origin)
+
+
+class _Region:
+    """A region of an entry whose target is strided, on a device, or of another type: filled by copies from a block."""
+
+    def __init__(self, placement: Placement) -> None:
+        item, target = placement.item, placement.target
+        self._dtype = torch_dtype(placement.dtype)
+        self._size = DTYPES[placement.dtype].size_bytes
+        self._shape, self._strides = item.source.shape, strides_of(item.source.shape)
+        self._wanted = item.box.within(item.source)
+        same = target.dtype == self._dtype and not target.is_conj() and not target.is_neg()
+        # Bit by bit where the types are the same: torch cannot copy all of its types.
+        self._target = as_bits(target) if same else target
+        self._read_as = self._target.dtype if same else self._dtype
+
+    def fill(self, block: Block, at: int, start: int, stop: int) -> None:
+        """Copy what bytes start..stop of the entry, which lie at `at` in the block, hold of the region."""
+        first = start // self._size
+        source = block.as_type(self._read_as)
+        base = at // self._size - first
+        for box in boxes_of_run(self._shape, first, stop // self._size):
+            part = box.intersect(self._wanted)
             if part is not None:
-                at = sum(a * s for a, s in zip(part.offset, strides, strict=True)) - first
-                source = flat[at:].as_strided(part.shape, strides)
-                target = piece.placement.target[part.within(wanted).slices]
-                _copy_into(target, source)
+                offset = base + sum(map(mul, part.offset, self._strides))
+                target = self._target[part.within(self._wanted).slices]
+                target.copy_(source.as_strided(part.shape, self._strides, offset))
 
 
 def _useful(piece: _Piece, job: _Job) -> int:
     """About how many bytes of a piece a job brings: its share of the span."""
     span = piece.stop - piece.start
     return (min(piece.stop, job.stop) - max(piece.start, job.start)) * piece.placement.size_bytes // span
-
-
-def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy, converting where the types differ; bit by bit where they do not."""
-    if target.dtype == source.dtype and not target.is_conj() and not target.is_neg():
-        as_bits(target).copy_(as_bits(source))
-    else:
-        target.copy_(source)

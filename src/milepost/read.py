@@ -23,7 +23,7 @@ from milepost.transfer import Meter, Transfer, run_all
 
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
-_WARM_BYTES = 256 * KIB
+_WARM_BYTES = 1024 * KIB
 """So much is read and then checked: it is still in the processor's cache then."""
 MAX_OPEN = 64
 """How many files stay open at once: a checkpoint of a large job has more than a process may open."""

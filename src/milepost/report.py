@@ -16,7 +16,10 @@ _SHOWN = 10
 
 
 class Found(msgspec.Struct, frozen=True):
-    """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes."""
+    """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes.
+
+    `shared_bytes` of them other ranks want too; `on_device` says whether those are for a device, `host` where it runs.
+    """
 
     missing: tuple[str, ...]
     shapes: dict[str, tuple[Shape, Shape]]
@@ -24,6 +27,9 @@ class Found(msgspec.Struct, frozen=True):
     kinds: dict[str, str]
     wanted: bytes
     read_bytes: int
+    shared_bytes: int = 0
+    on_device: bool = False
+    host: bytes = b""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,17 @@ it gets exactly the state dict that was saved, built around the tensors that it 
 stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters.
 """
 
+import platform
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
+from pathlib import Path as File
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 
 from milepost.core.box import Shape
 from milepost.core.manifest import Manifest, Tensor
@@ -20,10 +24,12 @@ from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_pa
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.place import Placement
 from milepost.report import Found, bits_of
+from milepost.sharing import SharedPart
 from milepost.state import PerRank, take_apart
 from milepost.tensors import (
     Describer,
     LocalTensor,
+    Sharers,
     dtype_name,
     is_tensor,
     materialise,
@@ -71,7 +77,8 @@ class Matcher:
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
         self._kinds: dict[str, str] = {}
-        self._read_bytes = 0
+        self._read_bytes = self._shared_bytes = 0
+        self._on_device = False
 
     def match(self, state: Any) -> Target:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
@@ -85,6 +92,9 @@ class Matcher:
             self._kinds,
             bits_of(keys_of(self._manifest), set(self._saved.values())),
             self._read_bytes,
+            self._shared_bytes,
+            self._on_device,
+            host_id() if self._shared_bytes else b"",
         )
         return Target(self._manifest, flat, opened, found, self._saved, placements)
 
@@ -171,6 +181,9 @@ class Matcher:
                 return
         for placement in placements_for(self._manifest, saved, local, self._describer):
             self._read_bytes += placement.size_bytes
+            if not placement.alone and self._describer.shares:
+                self._shared_bytes += placement.size_bytes
+                self._on_device = self._on_device or placement.target.device.type not in ("cpu", "meta")
             yield placement
 
 
@@ -181,6 +194,16 @@ def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, descri
         for item in read_plan(manifest, saved, part.box):
             data = part.data if item.box == part.box else part.data[item.box.within(part.box).slices]
             yield Placement(item, saved.dtype, data, alone)
+
+
+@cache
+def host_id() -> bytes:
+    """Eight bytes that are the same for processes that share a page cache."""
+    try:
+        text = File("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = platform.node()
+    return xxhash.xxh3_64_digest(text.encode())
 
 
 def keys_of(manifest: Manifest) -> list[str]:
@@ -210,6 +233,24 @@ def allocate(target: Target, describer: Describer, device: torch.device | str | 
         saved = tensors[target.saved[key]]
         target.placements.extend(placements_for(manifest, saved, describer.describe(memory, key), describer))
     target.results.update(made)
+
+
+def shared_parts(target: Target, describer: Describer) -> dict[Sharers, list[SharedPart]]:
+    """The tensors of a target, with their memory, that other ranks want too, by the ranks that do."""
+    tensors = {t.key: t for t in target.manifest.tensors}
+    shared: dict[Sharers, list[SharedPart]] = {}
+    wishes = Counter(target.saved.values())
+    for key, leaf in target.flat.leaves.items():
+        saved = tensors.get(target.saved[key])
+        if saved is None or wishes[saved.key] > 1:
+            continue
+        value = target.results.get(key, leaf)
+        value = value.buffer if isinstance(value, LongBytes) else value
+        local = describer.describe(value, key)
+        sharers = describer.sharers(value, local)
+        if sharers is not None:
+            shared.setdefault(sharers, []).extend(SharedPart(saved, part) for part in local.parts)
+    return shared
 
 
 @dataclass(frozen=True, slots=True)

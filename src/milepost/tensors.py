@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import msgspec
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -15,7 +16,7 @@ from torch.utils import _python_dispatch
 from milepost.comm import Comm
 from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
-from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh
+from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
 from milepost.core.manifest import TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 
@@ -41,6 +42,14 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
     kind: TensorKind
     layout: Grid | Boxes | None
     parts: tuple[Part, ...]
+
+
+class Sharers(NamedTuple):
+    """The ranks that hold the same boxes as this one, in the order of a process group through which they can send them."""
+
+    ranks: tuple[int, ...]
+    name: str
+    group: dist.ProcessGroup
 
 
 class Sharded:
@@ -74,7 +83,7 @@ class Sharded:
             raise InvalidRequest(f"rank {rank} holds {expected} of this grid, not {tuple(local.shape)}")
         result = cls(shape, {}, local.dtype)
         result.layout = grid
-        result.parts = _grid_parts(grid, tuple(shape), local, rank)
+        result.parts = _grid_parts(grid.pieces(tuple(shape), rank), local)
         return result
 
 
@@ -91,6 +100,7 @@ class Describer:
     def __init__(self, comm: Comm, reduce_partial: bool = False) -> None:
         self._comm, self._reduce_partial = comm, reduce_partial
         self._meshes: dict[DeviceMesh, Mesh] = {}
+        self._cuts: dict[tuple[int, tuple[Placement, ...], Shape], _Local] = {}
 
     def describe(self, value: Any, key: str) -> LocalTensor:
         """What this rank holds of `value`. Raises InvalidState, naming the key, for tensors that cannot be saved."""
@@ -119,6 +129,28 @@ class Describer:
             return not local.layout.copies
         return self._comm.size == 1 or local.layout is not None
 
+    @property
+    def shares(self) -> bool:
+        """Whether there is a way to send tensors to other ranks."""
+        return self._comm.group is not None
+
+    def sharers(self, value: Any, local: LocalTensor) -> Sharers | None:
+        """Who holds the same as this rank and can be sent it; None where nobody does."""
+        if self.is_alone(local) or not local.parts:
+            return None
+        group = self._comm.group
+        if isinstance(value, DTensor):
+            axes = [a for a, p in enumerate(value.placements) if isinstance(p, Replicate)]
+            axis = max(axes, key=value.device_mesh.size)
+            group = value.device_mesh.get_group(axis)
+        elif local.layout is not None:
+            return None
+        if group is None or not _can_send(group, local.parts[0].data.device.type):
+            return None
+        ranks = [self._comm.index_of(rank) for rank in dist.get_process_group_ranks(group)]
+        found = tuple(rank for rank in ranks if rank is not None)
+        return Sharers(found, group.group_name, group) if len(found) == len(ranks) else None
+
     def _dtensor(self, value: DTensor, key: str) -> LocalTensor:
         if any(isinstance(p, Partial) for p in value.placements):
             if not self._reduce_partial:
@@ -130,16 +162,25 @@ class Describer:
             value = value.redistribute(placements=whole)
         shape = tuple(value.shape)
         local = _local(value)
-        grid = Grid(self._mesh(value.device_mesh, key), tuple(_cut(p, key) for p in value.placements))
-        grid.check(shape)
-        expected = grid.local_shape(shape, self._comm.rank)
-        if expected is not None and tuple(local.shape) != expected:
+        cut = self._cut_of(value.device_mesh, value.placements, shape, key)
+        if cut.local_shape is not None and tuple(local.shape) != cut.local_shape:
             raise InvalidState(
                 f"{key!r} has the local shape {tuple(local.shape)}, but {value.placements} of {shape} on a mesh of "
-                f"{tuple(value.device_mesh.shape)} gives {expected} on rank {self._comm.rank}"
+                f"{tuple(value.device_mesh.shape)} gives {cut.local_shape} on rank {self._comm.rank}"
             )
-        parts = _grid_parts(grid, shape, check_plain(local, key), self._comm.rank)
-        return LocalTensor(dtype_name(value.dtype, key), shape, "tensor", grid, parts)
+        parts = _grid_parts(cut.pieces, check_plain(local, key))
+        return LocalTensor(dtype_name(value.dtype, key), shape, "tensor", cut.grid, parts)
+
+    def _cut_of(self, mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Shape, key: str) -> "_Local":
+        """How tensors of this shape are cut. Worked out once for all that are alike, of which a model has many."""
+        # The mesh by identity: it hashes slowly, and is kept alive here.
+        known = self._cuts.get((id(mesh), placements, shape))
+        if known is None:
+            grid = Grid(self._mesh(mesh, key), tuple(_cut(p, key) for p in placements))
+            grid.check(shape)
+            known = _Local(grid, grid.local_shape(shape, self._comm.rank), grid.pieces(shape, self._comm.rank))
+            self._cuts[id(mesh), placements, shape] = known
+        return known
 
     def _mesh(self, mesh: DeviceMesh, key: str) -> Mesh:
         if mesh not in self._meshes:
@@ -164,6 +205,11 @@ class Describer:
         return LocalTensor(dtype_name(value.dtype, key), tuple(value.size()), "tensor", Boxes(tuple(held)), parts)
 
 
+def _can_send(group: dist.ProcessGroup, device: str) -> bool:
+    """Whether tensors on this kind of device can be sent in the group: NCCL sends none that are on the CPU."""
+    return f"{device}:" in dist.distributed_c10d.get_backend_config(group)
+
+
 def _local(value: DTensor) -> torch.Tensor:
     """The local part, without its graph, once a collective that makes it has ended."""
     with torch.no_grad():
@@ -176,9 +222,19 @@ def _plain(data: torch.Tensor, kind: TensorKind, key: str) -> LocalTensor:
     return LocalTensor(dtype_name(data.dtype, key), shape, kind, None, (Part(Box.whole(shape), data),))
 
 
-def _grid_parts(grid: Grid, shape: Shape, local: torch.Tensor, rank: int) -> tuple[Part, ...]:
+class _Local(NamedTuple):
+    """What this rank holds of tensors that are cut alike."""
+
+    grid: Grid
+    local_shape: Shape | None
+    pieces: tuple[Piece, ...]
+
+
+def _grid_parts(pieces: tuple[Piece, ...], local: torch.Tensor) -> tuple[Part, ...]:
+    if len(pieces) == 1:
+        return (Part(pieces[0].box, local),)
     parts = []
-    for piece in grid.pieces(shape, rank):
+    for piece in pieces:
         window = tuple(slice(at, at + n) for at, n in zip(piece.at, piece.box.shape, strict=True))
         parts.append(Part(piece.box, local[window]))
     return tuple(parts)

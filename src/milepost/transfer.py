@@ -30,7 +30,7 @@ class Transfer:
     """
 
     threads: int = 4
-    block_bytes: int = MIB
+    block_bytes: int = 4 * MIB
     direct: bool = True
 
     def __post_init__(self) -> None:

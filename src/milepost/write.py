@@ -140,5 +140,6 @@ class _Source:
         for box in boxes_of_run(tuple(data.shape), low // size, high // size):
             count = box.elements * size
             part = as_bits(data[box.slices].resolve_conj().resolve_neg())
-            block.as_tensor(at, at + count, part.dtype).view(box.shape).copy_(part)
+            room = block.as_type(part.dtype)[at // size : (at + count) // size]
+            room.view(box.shape).copy_(part)
             at += count

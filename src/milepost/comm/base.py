@@ -1,7 +1,7 @@
 """The port for the ranks of a job."""
 
 from collections.abc import Callable
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
@@ -45,6 +45,10 @@ class Comm(Protocol):
     def lead(self) -> int:
         """The rank that collects and decides; any rank can be it."""
 
+    @property
+    def group(self) -> Any:
+        """The process group of these ranks, through which tensors can be sent; None where there is none."""
+
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the lead, in order of rank, and what it decides to everybody.
 
@@ -67,6 +71,7 @@ class Solo:
     rank = 0
     size = 1
     lead = 0
+    group: Any = None
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """What is decided from the one payload."""

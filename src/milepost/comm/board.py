@@ -12,7 +12,7 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -79,9 +79,11 @@ class BoardComm:
         timeout_s: float,
         index_of: Callable[[int], int | None] | None = None,
         lead: int = 0,
+        group: Any = None,
     ) -> None:
         self._board, self._rank, self._size, self._timeout_s = board, rank, size, timeout_s
         self._index_of, self._lead = index_of, lead
+        self.group = group
         self._phases: OrderedDict[int, Phase] = OrderedDict()
 
     @property
@@ -110,7 +112,10 @@ class BoardComm:
         number, early = self._enter(phase)
         if self._rank != self._lead:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
-            return self._heed(early or self._await(number, phase), phase)
+            outcome = early or self._await(number, phase)
+            if not outcome.missing:
+                self._board.remove(f"{number}/{self._rank}")  # the lead has read it
+            return self._heed(outcome, phase)
         outcome = self._collect(number, phase, payload, decide)
         self._conclude(number, outcome)
         return self._heed(outcome, phase)
@@ -173,11 +178,10 @@ class BoardComm:
                 if earlier < number and self._board.read([f"{earlier}/all"], 0.0)[0] is not None:
                     self._board.pin(f"{earlier}/all", packed)
             return
-        # Every rank has pinned this number, so it has read those before: their notes are done with.
+        # Every rank has pinned this number, so it has read those before: they are done with. The ranks' own notes are
+        # removed by each of them, which takes the lead no time however many there are.
         for old in (number - 1, number - 2):
             self._board.remove(f"{old}/all")
-        for rank in range(self._size):
-            self._board.remove(f"{number}/{rank}")
 
     def _await(self, number: int, phase: Phase, announced: bool = False) -> Outcome:
         waited = self._timeout_s + min(_GRACE_S, self._timeout_s)

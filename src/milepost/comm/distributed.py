@@ -2,6 +2,7 @@
 
 import contextlib
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -37,13 +38,13 @@ class TorchBoard:
 
     def _appear(self, names: list[str], timeout_s: float) -> bool:
         """Look again and again, ever more slowly: a wait inside the store could not be interrupted, and logs."""
-        deadline, pause = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        start = time.monotonic()
         while not self._store.check(names):
-            left = deadline - time.monotonic()
-            if left <= 0:
+            waited = time.monotonic() - start
+            if waited >= timeout_s:
                 return False
-            time.sleep(min(pause, left))
-            pause = min(pause * 1.5, self._slowest_look_s)
+            pause = min(max(_FIRST_LOOK_S, waited / 10), self._slowest_look_s)
+            time.sleep(min(pause, timeout_s - waited))
         return True
 
     def count(self, name: str, step: int = 1) -> int:
@@ -82,8 +83,19 @@ def ranks_of(group: Any, timeout_s: float) -> Comm:
     if len(members) == 1:
         return _Alone(members[0])
     positions = {rank: i for i, rank in enumerate(members)}
-    board = TorchBoard(group.get_group_store(), len(members))
-    return BoardComm(board, dist.get_rank(group), len(members), timeout_s, positions.get)
+    return BoardComm(
+        _board_of(group, len(members)), dist.get_rank(group), len(members), timeout_s, positions.get, group=group
+    )
+
+
+_boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, TorchBoard]" = weakref.WeakKeyDictionary()
+
+
+def _board_of(group: dist.ProcessGroup, size: int) -> TorchBoard:
+    """The board of a process group. Kept as long as that: to connect anew for each call takes longer than the call."""
+    if group not in _boards:
+        _boards[group] = TorchBoard(group.get_group_store(), size)
+    return _boards[group]
 
 
 class _Alone(Solo):

@@ -2,7 +2,7 @@
 
 import threading
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from milepost.comm import BoardComm, Comm, MemoryBoard, Phase
 
@@ -50,7 +50,7 @@ class TroubledComm:
 
     A hook may raise (the rank leaves without a word), sleep (it is late), or kill the process. Steps of a save:
     "starting", "describing the state", "agreeing on the layout", "writing", "committing"; of a load: "opening",
-    "matching", "reading", "applying".
+    "matching", "sharing out", "reading", "sending", "applying".
     """
 
     def __init__(self, inner: Comm, hooks: Mapping[str, Callable[[], None]]) -> None:
@@ -75,6 +75,11 @@ class TroubledComm:
     def lead(self) -> int:
         """The rank that collects and decides."""
         return self._inner.lead
+
+    @property
+    def group(self) -> Any:
+        """The process group of these ranks, if there is one."""
+        return self._inner.group
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Run the hook of this step, then meet."""
