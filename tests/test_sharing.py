@@ -20,17 +20,13 @@ from ranks import spawn
 MIB = 1 << 20
 
 
-class Reading:
+class Reading(LocalStore):
     """A store that counts the bytes of shard files that are read from it."""
 
-    def __init__(self, where):
-        self._inner, self.bytes_read = LocalStore(where), 0
-
-    def __getattr__(self, name):
-        return getattr(self._inner, name)
+    bytes_read = 0
 
     def reader(self, name):
-        reader = self._inner.reader(name)
+        reader = super().reader(name)
         if name.startswith("data/"):
             reader.read = self._counted(reader.read)
             reader.read_cold = self._counted(reader.read_cold)

@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from operator import itemgetter, mul
+from threading import Semaphore
 from typing import NamedTuple
 
 import msgspec
@@ -27,6 +28,8 @@ from milepost.transfer import Meter, Transfer, run_all
 
 _IN_PLACE = 64 * KIB
 """Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
+_FROM_THE_CACHE = 4
+"""So many read from the page cache at once: what they do besides needs Python's lock, and more would wait for that."""
 _GAP = 256 * KIB
 """Where rows of a strided region are at most so far apart, what lies between is read too: that is faster than a request."""
 
@@ -72,8 +75,10 @@ def place_all(
     pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
     jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size))
 
+    from_cache = Semaphore(_FROM_THE_CACHE)
+
     def make_worker() -> Callable[[_Job], None]:
-        return _Worker(Block(size, pinned), transfer.direct, verify, meter)
+        return _Worker(Block(size, pinned), transfer.direct, verify, meter, from_cache)
 
     run_all(jobs, make_worker, transfer.threads_for(total, count, size), meter)
     meter.finish()
@@ -172,22 +177,28 @@ def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tup
 class _Worker:
     """Does jobs with a block of memory of its own."""
 
-    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter) -> None:
+    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter, from_cache: Semaphore) -> None:
         self._block, self._direct, self._verify, self._meter = block, direct, verify, meter
+        self._from_cache = from_cache
 
     def __call__(self, job: _Job) -> None:
         if self._direct and self._is_cold(job):
-            views, left = [self._block.view[: job.stop - job.start]], job.pieces
+            views = [self._block.view[: job.stop - job.start]]
             job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
             if self._verify:
                 job.file.check(job.start, views)
+            self._copy_all(job.pieces, job)
         else:
-            views, left = self._scatter(job)
-            job.file.read(job.start, views, verify=self._verify)
-        for piece in left:
-            self._copy(piece, job)
+            with self._from_cache:
+                views, left = self._scatter(job)
+                job.file.read(job.start, views, verify=self._verify)
+                self._copy_all(left, job)
         if self._meter.watched:
             self._meter.add(sum(_useful(piece, job) for piece in job.pieces))
+
+    def _copy_all(self, pieces: list[_Piece], job: _Job) -> None:
+        for piece in pieces:
+            self._copy(piece, job)
 
     def _is_cold(self, job: _Job) -> bool:
         # What other ranks of this machine read too had better be in the cache, for them.

@@ -23,7 +23,8 @@ _log = logging.getLogger("milepost")
 class Transfer:
     """How a rank moves bytes between memory and store. The defaults were measured; most jobs need no others.
 
-    `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one.
+    `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one. Where the
+    page cache stands between memory and device, fewer take part: its locks, and Python's, let no more through.
     `block_bytes`: how much one request moves. The memory in use is the product of both.
     `direct`: go past the operating system's page cache where the store can do that and it is faster. Without it, what
     was just written or read is in the cache for the next reader.

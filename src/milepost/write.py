@@ -21,6 +21,8 @@ from milepost.pause import CollectionPaused
 from milepost.store import Store, Writer
 from milepost.transfer import Meter, Transfer, run_all
 
+_THROUGH_THE_CACHE = 2
+"""So many write to the page cache at once: one file has one lock there, and more threads only spin on it."""
 _BY_REFERENCE = 64 * KIB
 """Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
 
@@ -85,6 +87,8 @@ def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: 
         return write
 
     threads = transfer.threads_for(total, source.pieces, size)
+    if not writer.aligned:
+        threads = min(threads, _THROUGH_THE_CACHE)
     run_all(iter(range(0, total, size)), make_worker, threads, meter)
     return sums.tobytes()
 

@@ -11,6 +11,7 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
 _EMPTY_PATH, _DIRECT_MASK = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN
 _STATX_BYTES, _MASK_AT, _DIRECT_AT = 256, 0, 152
+_IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -25,6 +26,7 @@ def _function(name: str, *arguments: Any, result: Any = ctypes.c_int) -> Any:
 _fallocate = _function("fallocate", ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _sync_range = _function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)
 _statx = _function("statx", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_uint, ctypes.c_void_p)
+_fstatfs = _function("fstatfs", ctypes.c_int, ctypes.c_void_p)
 _mincore = _function("mincore", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
 _map = _function(
     "mmap",
@@ -62,7 +64,10 @@ def direct_handle(handle: int, access: int) -> int | None:
 
 
 def _does_direct(handle: int) -> bool:
-    """Whether the file system says so. tmpfs accepts the flag and copies all the same; then this is False."""
+    """Whether the file system says so. Those that live in memory accept the flag, and copy all the same."""
+    words = (ctypes.c_long * 32)()  # struct statfs begins with the type of the file system
+    if _fstatfs is not None and _fstatfs(handle, words) == 0 and words[0] in _IN_MEMORY:
+        return False
     if _statx is None:
         return True
     record = (ctypes.c_uint32 * (_STATX_BYTES // 4))()
