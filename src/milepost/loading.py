@@ -2,7 +2,9 @@
 
 import itertools
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -63,12 +65,12 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     target, share = _match(state, manifest, store, comm, options, opened)
     exchanges = _share_out(target, store, comm, options) if share else []
     files = Files(store, target.manifest)
+    meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
     applied: list[Any] = []
 
     def read() -> bytes:
         if not share:
             allocate(target, Describer(comm), options.device)
-        meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
         placements = itertools.chain(target.placements, *(e.own(target.manifest) for e in exchanges))
         place_all(files, placements, options.transfer, meter, verify=options.verify)
         _read_values(target, files, comm, options.codec)
@@ -92,6 +94,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     if share:
         together(comm, Phase("loading", store.url, "sending"), send)
     together(comm, Phase("loading", store.url, "applying"), apply)
+    meter.finish()
     return applied[0]
 
 
@@ -223,12 +226,17 @@ def _read_values(target: Target, files: Files, comm: Comm, codec: Codec) -> None
     """Decode every value that the state wants, the rank-private ones included. Still nothing of the state is changed."""
     values = {value.key: value.value for value in target.manifest.values}
     owners = {p.key: unpack_ranks(p.ranks) for p in target.manifest.per_rank}
+
+    @cache
+    def kept_by(rank: int) -> dict[str, Any]:
+        return read_private_values(files, rank, codec)
+
     for key, leaf in target.flat.leaves.items():
         kind, there = target.flat.kinds[key], target.saved[key]
         if there in values and kind != "per_rank":
             target.results[key] = _decoded(codec, values[there], key)
         elif there in owners and isinstance(leaf, PerRank):
-            target.results[key] = _private(target.manifest, files, comm, codec, there, leaf, owners[there])
+            target.results[key] = _private(target.manifest, kept_by, comm, there, leaf, owners[there])
 
 
 def _decoded(codec: Codec, data: Any, key: str) -> Any:
@@ -239,15 +247,20 @@ def _decoded(codec: Codec, data: Any, key: str) -> Any:
 
 
 def _private(
-    manifest: Manifest, files: Files, comm: Comm, codec: Codec, key: str, leaf: PerRank[Any], owners: tuple[int, ...]
+    manifest: Manifest,
+    kept_by: Callable[[int], dict[str, Any]],
+    comm: Comm,
+    key: str,
+    leaf: PerRank[Any],
+    owners: tuple[int, ...],
 ) -> Any:
     if leaf.remap is not None and manifest.world != comm.size:
-        old = [read_private_values(files, rank, codec)[key] for rank in owners]
+        old = [kept_by(rank)[key] for rank in owners]
         return leaf.remap(old, comm.rank, comm.size)
     check_world(manifest, key, comm.rank, comm.size)
     if comm.rank not in owners:
         raise InvalidState(f"rank {comm.rank} saved nothing under {key!r}")
-    return read_private_values(files, comm.rank, codec)[key]
+    return kept_by(comm.rank)[key]
 
 
 @CollectionPaused()

@@ -81,7 +81,6 @@ def place_all(
         return _Worker(Block(size, pinned), transfer.direct, verify, meter, from_cache)
 
     run_all(jobs, make_worker, transfer.threads_for(total, count, size), meter)
-    meter.finish()
 
 
 class _Piece(NamedTuple):
@@ -187,29 +186,24 @@ class _Worker:
             job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
             if self._verify:
                 job.file.check(job.start, views)
-            self._copy_all(job.pieces, job)
+            count = sum([self._copy(piece, job) for piece in job.pieces])
         else:
             with self._from_cache:
-                views, left = self._scatter(job)
+                views, left, count = self._scatter(job)
                 job.file.read(job.start, views, verify=self._verify)
-                self._copy_all(left, job)
-        if self._meter.watched:
-            self._meter.add(sum(_useful(piece, job) for piece in job.pieces))
-
-    def _copy_all(self, pieces: list[_Piece], job: _Job) -> None:
-        for piece in pieces:
-            self._copy(piece, job)
+                count += sum([self._copy(piece, job) for piece in left])
+        self._meter.add(count)
 
     def _is_cold(self, job: _Job) -> bool:
         # What other ranks of this machine read too had better be in the cache, for them.
         alone = all(piece.alone for piece in job.pieces)
         return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
 
-    def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece]]:
-        """Where each byte of a job is read to, in order, and the pieces that must be copied from the block then."""
+    def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece], int]:
+        """Where each byte of a job goes, in order; what must then be copied from the block; how much is in place."""
         views: list[memoryview] = []
         left: list[_Piece] = []
-        at, base = job.start, job.start
+        at, base, placed = job.start, job.start, 0
         for piece in job.pieces:
             start, stop = max(piece.start, base), min(piece.stop, job.stop)
             if not piece.address or stop - start < _IN_PLACE:
@@ -217,21 +211,21 @@ class _Worker:
                 continue
             views.append(self._block.view[at - base : start - base])
             views.append(view_of(piece.placement.target)[start - piece.start : stop - piece.start])
-            at = stop
+            at, placed = stop, placed + stop - start
         if views and any(a.stop > b.start for a, b in pairwise(job.pieces)):
             # Two targets want the same bytes, or lie in each other's gaps: all of them come through the block.
-            return [self._block.view[: job.stop - base]], job.pieces
+            return [self._block.view[: job.stop - base]], job.pieces, 0
         views.append(self._block.view[at - base : job.stop - base])
-        return [view for view in views if len(view)], left
+        return [view for view in views if len(view)], left, placed
 
-    def _copy(self, piece: _Piece, job: _Job) -> None:
-        """Copy what a job read of a piece from the block to its target."""
+    def _copy(self, piece: _Piece, job: _Job) -> int:
+        """Copy what a job read of a piece from the block to its target, and say how much that is."""
         start, stop = max(piece.start, job.start), min(piece.stop, job.stop)
         if piece.address:
             copy_bytes(piece.address + start - piece.start, self._block.address + start - job.start, stop - start)
-            return
+            return stop - start
         assert piece.region is not None
-        piece.region.fill(self._block, start - job.start, start - piece.origin, stop - piece.origin)
+        return piece.region.fill(self._block, start - job.start, start - piece.origin, stop - piece.origin)
 
 
 class _Region:
@@ -248,20 +242,17 @@ class _Region:
         self._target = as_bits(target) if same else target
         self._read_as = self._target.dtype if same else self._dtype
 
-    def fill(self, block: Block, at: int, start: int, stop: int) -> None:
-        """Copy what bytes start..stop of the entry, which lie at `at` in the block, hold of the region."""
+    def fill(self, block: Block, at: int, start: int, stop: int) -> int:
+        """Copy what bytes start..stop of the entry, which lie at `at` in the block, hold of the region; say how much."""
+        count = 0
         first = start // self._size
         source = block.as_type(self._read_as)
-        base = at // self._size - first
+        base = source.storage_offset() + at // self._size - first
         for box in boxes_of_run(self._shape, first, stop // self._size):
             part = box.intersect(self._wanted)
             if part is not None:
                 offset = base + sum(map(mul, part.offset, self._strides))
                 target = self._target[part.within(self._wanted).slices]
                 target.copy_(source.as_strided(part.shape, self._strides, offset))
-
-
-def _useful(piece: _Piece, job: _Job) -> int:
-    """About how many bytes of a piece a job brings: its share of the span."""
-    span = piece.stop - piece.start
-    return (min(piece.stop, job.stop) - max(piece.start, job.start)) * piece.placement.size_bytes // span
+                count += part.elements
+        return count * self._size

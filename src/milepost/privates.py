@@ -42,7 +42,7 @@ def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
     check_leaves(record.tree, {"value": [v.key for v in record.values], "tensor": [t.key for t in record.tensors]})
     for tensor in record.tensors:
         check_kind(tensor)
-    tensors = {t.key: _read_tensor(files, rank, t) for t in record.tensors}
+    tensors = _read_tensors(files, rank, record.tensors)
     values = {v.key: v.value for v in record.values}
 
     def leaf(node: Node, path: Path) -> Any:
@@ -52,15 +52,20 @@ def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
     return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
 
 
-def _read_tensor(files: Files, rank: int, tensor: Tensor) -> Any:
-    name, box = private_name(tensor.key), Box.whole(tensor.shape)
-    entry = files.of(rank).header.entries.get(name)
-    if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
-        raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
-    data = new_tensor(tensor.dtype, tensor.shape)
-    if box.elements:
-        place_all(files, [Placement(ReadItem(tensor.key, rank, name, box, box), tensor.dtype, data)])
-    return as_saved(data, tensor)
+def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    read: dict[str, torch.Tensor] = {}
+    placements: list[Placement] = []
+    for tensor in tensors:
+        name, box = private_name(tensor.key), Box.whole(tensor.shape)
+        entry = files.of(rank).header.entries.get(name)
+        if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
+            raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
+        read[tensor.key] = new_tensor(tensor.dtype, tensor.shape)
+        if box.elements:
+            item = ReadItem(tensor.key, rank, name, box, box)
+            placements.append(Placement(item, tensor.dtype, read[tensor.key]))
+    place_all(files, placements)
+    return {tensor.key: as_saved(read[tensor.key], tensor) for tensor in tensors}
 
 
 def as_saved(data: torch.Tensor, tensor: Tensor) -> Any:

@@ -115,6 +115,7 @@ class _Save:
 
     def __init__(self, state: Any, store: Store, comm: Comm, options: SaveOptions) -> None:
         self.state, self.store, self.comm, self.options = state, store, comm, options
+        self.meter = Meter("save", store.url, options.progress if comm.rank == comm.lead else None)
         self.warnings: list[str] = []
         self._results: list[_Result] = []
         self._everything: Overview
@@ -137,6 +138,7 @@ class _Save:
         if answer.replan:
             self._discard(goal)
             answer = self._write(goal, described, self._agree(described, trouble), trouble)
+        self.meter.finish()
         if comm.rank == comm.lead:
             # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
             for text in self.warnings:
@@ -209,8 +211,7 @@ class _Save:
     def _write_shard(self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck) -> bytes:
         entries = _entries(plan, described, self.comm.rank)
         try:
-            meter = Meter("save", self.store.url, self.options.progress if self.comm.rank == self.comm.lead else None)
-            written = write_shard(self.store, goal.save_id, self.comm.rank, entries, self.options.transfer, meter)
+            written = write_shard(self.store, goal.save_id, self.comm.rank, entries, self.options.transfer, self.meter)
         except (OSError, CheckpointError) as error:
             raise self._explained(error, goal) from error
         speaker = self.comm.rank == unpack_ranks(plan.group)[0]

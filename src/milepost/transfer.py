@@ -99,14 +99,9 @@ class Meter:
         self._done = self._total = 0
         self._start = self._told = time.monotonic()
 
-    @property
-    def watched(self) -> bool:
-        """Whether anybody wants to know."""
-        return self._watcher is not None
-
     def expect(self, total_bytes: int) -> None:
-        """Say how much there is to do, before it starts."""
-        self._total, self._start = total_bytes, time.monotonic()
+        """Say how much there is to do, before it starts, or starts again."""
+        self._done, self._total, self._start = 0, total_bytes, time.monotonic()
 
     def add(self, count: int) -> None:
         """Count bytes that were moved."""
@@ -115,17 +110,17 @@ class Meter:
 
     def tell(self) -> None:
         """Tell the watcher, if the last time is long enough ago."""
-        if self._watcher is not None and time.monotonic() - self._told >= _TELL_EVERY_S:
+        if self._watcher is not None and self._total and time.monotonic() - self._told >= _TELL_EVERY_S:
             self._tell(min(self._done, self._total - 1))
 
     def finish(self) -> None:
-        """Tell the watcher that it is done."""
+        """Tell the watcher that it is done: on all ranks, and committed."""
         if self._watcher is not None:
             self._tell(self._total)
 
     def _tell(self, done: int) -> None:
         self._told = time.monotonic()
-        progress = Progress(self._action, self._url, max(done, 0), self._total, self._told - self._start)
+        progress = Progress(self._action, self._url, done, self._total, self._told - self._start)
         try:
             assert self._watcher is not None
             self._watcher(progress)

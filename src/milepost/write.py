@@ -62,7 +62,6 @@ def write_shard(
     except BaseException:
         writer.abort()
         raise
-    meter.finish()
     seal = seal_of(head, table)
     return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
 
@@ -143,7 +142,9 @@ class _Source:
             data = data.view(-1)
         for box in boxes_of_run(tuple(data.shape), low // size, high // size):
             count = box.elements * size
-            part = as_bits(data[box.slices].resolve_conj().resolve_neg())
+            part = data[box.slices]
+            if not part.is_conj() and not part.is_neg():  # else torch works it out while it copies
+                part = as_bits(part)
             room = block.as_type(part.dtype)[at // size : (at + count) // size]
             room.view(box.shape).copy_(part)
             at += count

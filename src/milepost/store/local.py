@@ -135,11 +135,7 @@ class LocalStore:
                 os.unlink(path.name, dir_fd=folder)
             finally:
                 os.close(folder)
-        with contextlib.suppress(OSError):  # not empty, or another rank was faster
-            for parent in path.parents:
-                if parent == self.root:
-                    break
-                os.rmdir(parent)
+        _remove_empty(path.parent, self.root)
 
     def _path(self, name: str) -> Path:
         return self.root.joinpath(*check_name(name))
@@ -167,7 +163,7 @@ class LocalWriter:
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
         """Write all of `views`, one behind the other, at `offset`."""
         parts = [memoryview(view).cast("B") for view in views if len(view)]
-        with _explained("write", self._path):
+        with _explained("write", self._path), _no_end(self._path):
             if self.aligned and len(parts) == 1 and _is_aligned(offset, parts[0]):
                 done = self._write_direct(offset, parts[0])
                 offset, parts = offset + done, [parts[0][done:]]
@@ -180,6 +176,8 @@ class LocalWriter:
         try:
             while done < length:
                 count = os.pwrite(self._direct, view[done:length], offset + done)
+                if count == 0:
+                    raise EOFError
                 done += count
                 if count % PAGE_BYTES:  # an interrupted write; the rest goes the other way
                     break
@@ -206,6 +204,7 @@ class LocalWriter:
             self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
+        _remove_empty(self._path.parent, self._root)
 
     def _close(self) -> None:
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
@@ -390,6 +389,14 @@ def _make_folder(name: str, parent: int) -> None:
         os.fsync(parent)
 
 
+def _remove_empty(folder: Path, root: Path) -> None:
+    """Remove a folder below `root` and its parents, as far as they are empty."""
+    with contextlib.suppress(OSError):  # not empty, or another rank was faster
+        while folder != root:
+            os.rmdir(folder)
+            folder = folder.parent
+
+
 def _sync_folders(folder: Path, root: Path) -> None:
     """Sync the entries of everything from `folder` up to `root`, and of `root` in its parent.
 
@@ -408,6 +415,14 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+@contextlib.contextmanager
+def _no_end(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except EOFError:
+        raise StorageError(f"cannot write {path}: the file system takes no more bytes and gives no reason") from None
 
 
 @contextlib.contextmanager
