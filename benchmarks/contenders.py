@@ -4,20 +4,20 @@ import contextlib
 import inspect
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import raw
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
-from showing import DCP, DIRECT, MILEPOST, RAW, SAFETENSORS, UNVERIFIED
+from showing import DCP, DIRECT, MILEPOST, RAW, SAFETENSORS, UNSUMMED, UNVERIFIED
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -154,12 +154,15 @@ class Format:
 # Milepost and DCP, on any number of ranks
 
 
-def milepost_format(unverified: bool = False) -> Format:
-    """Milepost as it comes; if `unverified`, also without looking at checksums, where it can do that."""
+def milepost_format(unverified: bool = False, unsummed: bool = False) -> Format:
+    """Milepost as it comes; on request also loads that do not look at checksums, and saves that make none."""
+    savers: dict[str, Call] = {MILEPOST: milepost_save}
+    if unsummed:
+        savers[UNSUMMED] = milepost_save_unsummed
     loaders: dict[str, Call] = {MILEPOST: milepost_load}
     if unverified and milepost_can("load", "verify"):
         loaders[UNVERIFIED] = partial(milepost_load, verify=False)
-    return Format({MILEPOST: milepost_save}, loaders)
+    return Format(savers, loaders)
 
 
 def milepost_can(function: str, option: str) -> bool:
@@ -170,6 +173,16 @@ def milepost_can(function: str, option: str) -> bool:
 def milepost_save(state: State, folder: Path) -> None:
     """Milepost as it comes."""
     milepost.save(state.value, folder / "checkpoint")
+
+
+def milepost_save_unsummed(state: State, folder: Path) -> None:
+    """What Milepost would be without checksums: zeros stand for them. No load accepts the result."""
+
+    def zeros(views: Sequence[memoryview], block_bytes: int) -> list[int]:
+        return [0] * -(-sum(map(len, views)) // block_bytes)
+
+    with patch("milepost.write.sums_of", zeros):
+        milepost_save(state, folder)
 
 
 def milepost_load(state: State, folder: Path, **options: Any) -> None:
@@ -190,18 +203,6 @@ def dcp_load(state: State, folder: Path) -> None:
 def dcp_format() -> Format:
     """DCP as it comes."""
     return Format({DCP: dcp_save}, {DCP: dcp_load})
-
-
-def block_bytes(kept: Path) -> int:
-    """How many bytes each checksum covers in the checkpoint that `milepost_save` left in this folder."""
-    with milepost.open(kept / "checkpoint") as checkpoint:
-        return checkpoint.manifest.block_bytes
-
-
-def hash_blocks(state: State, size_bytes: int) -> None:
-    """The checksums that a save computes, and nothing else."""
-    for start in range(0, len(state.memory), size_bytes):
-        xxhash.xxh3_64_intdigest(state.memory[start : start + size_bytes])
 
 
 # The raw disk

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from harness import Case, Measured, Planned
+from harness import Case, Measured
 from showing import (
-    CHECKSUMS,
     DCP,
     MILEPOST,
     RAW,
@@ -161,17 +160,15 @@ def two_ranks_load(rank: int, world: int, folder: Path, plan: Plan) -> list[Meas
 
 
 def saves(stage: Any, plan: Plan, state: Any) -> None:
-    """Durable saves to the disk, with the time of the checksums beside them, and saves to tmpfs."""
+    """Durable saves to the disk, also without checksums, and saves to tmpfs."""
     import contenders as c
 
     world = stage.meter.world
     disk, tmpfs = f"save-disk-{world}", f"save-tmpfs-{world}"
     others = _others(stage)
     if plan.wants(disk):
-        block_bytes = _block_bytes(stage)
-        hashing = Planned(lambda: c.hash_blocks(state, block_bytes), lambda: None)
-        formats = [c.raw_format(_direct(stage)), *others.values(), c.dcp_format(), c.milepost_format()]
-        stage.saves(plan.name(disk), state, stage.folder, formats, {CHECKSUMS: hashing})
+        formats = [c.raw_format(_direct(stage)), *others.values(), c.dcp_format(), c.milepost_format(unsummed=True)]
+        stage.saves(plan.name(disk), state, stage.folder, formats)
     if plan.wants(tmpfs):
         formats = [c.raw_format(direct=False, preallocate=False), *others.values()]
         stage.saves(plan.name(tmpfs), state, plan.shm, [*formats, c.dcp_format(), c.milepost_format()])
@@ -241,18 +238,6 @@ def _direct(stage: Any) -> bool:
     if not works:
         stage.meter.notes.append("raw direct: the file system refuses direct I/O")
     return works
-
-
-def _block_bytes(stage: Any) -> int:
-    """How many bytes a checksum covers, from the manifest of a small checkpoint of these ranks."""
-    import contenders as c
-
-    probe = stage.folder / "block-size"
-    stage.keep(stage.state(c.small_specs(4)), probe, {MILEPOST: c.milepost_format()})
-    block_bytes = c.block_bytes(probe / MILEPOST)
-    stage.meter.barrier()
-    stage.meter.delete(probe)
-    return block_bytes
 
 
 def _notes() -> list[str]:

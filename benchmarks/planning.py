@@ -401,7 +401,7 @@ def measure_manifest(world: int, tensors: int) -> dict[str, float]:
 
     def plan() -> int:
         boxes = [(key, piece.box) for key in keys for piece in grid.pieces(SHAPE, rank)]
-        return sum(len(list(read_plan(manifest, saved[key], region))) for key, region in boxes)
+        return sum(len(read_plan(manifest, saved[key], region)) for key, region in boxes)
 
     return {"bytes": len(sealed), "open": open_s, "load plan": cpu_s(plan)[0]}
 

@@ -25,7 +25,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB, PAGE_BYTES
 from milepost.core.plan import read_plan
 from milepost.core.shardfile import read_header
-from milepost.place import Placement, place_all
+from milepost.place import place_all, placement_of
 from milepost.read import Files
 from milepost.store import LocalStore
 from milepost.testing import CountingStore, run_ranks
@@ -464,7 +464,7 @@ def test_targets_that_want_the_same_bytes_all_get_them_from_one_read(data):
         memory = blank(whole[box.slices]) if memory is None else memory
         targets.append(memory)
         placements += [
-            Placement(i, "float32", memory[i.box.within(box).slices]) for i in read_plan(manifest, tensor, box)
+            placement_of(i, "float32", memory[i.box.within(box).slices]) for i in read_plan(manifest, tensor, box)
         ]
     store.asked.clear()
     files = Files(store, manifest)

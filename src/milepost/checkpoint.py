@@ -92,7 +92,7 @@ class LazyTensor:
 
     def _read(self, box: Box) -> "torch.Tensor":
         # These import torch: listing a checkpoint must not wait for it.
-        from milepost.place import Placement, place_all  # noqa: PLC0415
+        from milepost.place import place_all, placement_of  # noqa: PLC0415
         from milepost.tensors import new_tensor  # noqa: PLC0415
 
         items = []
@@ -105,7 +105,7 @@ class LazyTensor:
             raise UnsafeCheckpoint(
                 f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than there is memory; read it in parts: {error}"
             ) from error
-        place_all(self._files, (Placement(i, self.dtype, result[i.box.within(box).slices]) for i in items))
+        place_all(self._files, (placement_of(i, self.dtype, result[i.box.within(box).slices]) for i in items))
         return result
 
 

@@ -1,12 +1,12 @@
 """Host memory as bytes: the blocks that workers copy through, and the bytes of tensors."""
 
 import ctypes
-import mmap
 from typing import Any
 
 import torch
 
 from milepost.core.limits import KIB, PAGE_BYTES
+from milepost.transfer import new_pages
 
 _SMALL = 128 * KIB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
@@ -52,7 +52,7 @@ class Block:
             shift = -memory.data_ptr() % PAGE_BYTES
             self.data = memory[shift : shift + size_bytes]
         else:
-            self.data = torch.frombuffer(mmap.mmap(-1, size_bytes), dtype=torch.uint8)
+            self.data = torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8)
         self.address = int(self.data.data_ptr())
         self.view = view_of(self.data)
         self._typed: dict[torch.dtype, torch.Tensor] = {}

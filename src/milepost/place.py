@@ -6,11 +6,11 @@ into the worker's own block; checks it while it is warm; and copies what is in t
 is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
 """
 
+import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from itertools import chain, pairwise
 from operator import itemgetter, mul
-from threading import Semaphore
 from typing import NamedTuple
 
 import msgspec
@@ -28,8 +28,8 @@ from milepost.transfer import Meter, Transfer, run_all
 
 _IN_PLACE = 64 * KIB
 """Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
-_FROM_THE_CACHE = 4
-"""So many read from the page cache at once: what they do besides needs Python's lock, and more would wait for that."""
+_FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""So many threads read from the page cache: that is work of the CPUs, and what they do besides needs Python's lock."""
 _GAP = 256 * KIB
 """Where rows of a strided region are at most so far apart, what lies between is read too: that is faster than a request."""
 
@@ -44,12 +44,13 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     item: ReadItem
     dtype: str
     target: torch.Tensor
+    size_bytes: int
     alone: bool = False
 
-    @property
-    def size_bytes(self) -> int:
-        """How much it brings."""
-        return self.item.box.elements * DTYPES[self.dtype].size_bytes
+
+def placement_of(item: ReadItem, dtype: str, target: torch.Tensor, alone: bool = False) -> Placement:
+    """The read of `item` into `target`."""
+    return Placement(item, dtype, target, item.box.elements * DTYPES[dtype].size_bytes, alone)
 
 
 def place_all(
@@ -75,12 +76,17 @@ def place_all(
     pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
     jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size))
 
-    from_cache = Semaphore(_FROM_THE_CACHE)
+    first = next(jobs, None)
+    if first is None:
+        return
+    threads = transfer.threads_for(total, count, size)
+    if not transfer.direct or not _is_cold(first):
+        threads = min(threads, _FROM_THE_CACHE)
 
     def make_worker() -> Callable[[_Job], None]:
-        return _Worker(Block(size, pinned), transfer.direct, verify, meter, from_cache)
+        return _Worker(Block(size, pinned), transfer.direct, verify, meter)
 
-    run_all(jobs, make_worker, transfer.threads_for(total, count, size), meter)
+    run_all(chain([first], jobs), make_worker, threads, meter)
 
 
 class _Piece(NamedTuple):
@@ -122,19 +128,18 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
 
 def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
     item, target = placement.item, placement.target
-    entry = file.entry(item, placement.dtype)
-    origin, size = entry.data_offsets[0], DTYPES[placement.dtype].size_bytes
-    if item.box == item.source:
-        first, span = 0, item.box.elements
+    origin, end = file.entry(item, placement.dtype).data_offsets
+    if item.box is item.source or item.box == item.source:
+        start, stop = origin, end
     else:
+        size = DTYPES[placement.dtype].size_bytes
         inner, strides = item.box.within(item.source), strides_of(item.source.shape)
-        first = sum(a * s for a, s in zip(inner.offset, strides, strict=True))
-        span = sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1
-    in_one_run = span == item.box.elements
-    address = address_of(target) if in_one_run and target.dtype == torch_dtype(placement.dtype) else 0
-    alone = placement.alone and in_one_run
+        start = origin + sum(map(mul, inner.offset, strides)) * size
+        stop = start + (sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1) * size
+    in_one_run = stop - start == placement.size_bytes
+    address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
     region = None if address else _Region(placement)
-    return _Piece(origin + first * size, origin + (first + span) * size, address, origin, alone, placement, region)
+    return _Piece(start, stop, address, origin, placement.alone and in_one_run, placement, region)
 
 
 def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:
@@ -162,6 +167,8 @@ def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tup
     """The whole blocks that the ranges touch, as runs without gaps."""
     low = high = 0
     for start, stop in sorted(ranges):
+        if low <= start and stop <= high:  # as most of many small ones
+            continue
         first, last = start // align * align, min(-(-stop // align) * align, end)
         if first > high or low == high:
             if low < high:
@@ -173,31 +180,30 @@ def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tup
         yield low, high
 
 
+def _is_cold(job: _Job) -> bool:
+    """Whether a job should be read past the page cache: what other ranks of this machine read too had better be in it."""
+    alone = all(piece.alone for piece in job.pieces)
+    return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
+
+
 class _Worker:
     """Does jobs with a block of memory of its own."""
 
-    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter, from_cache: Semaphore) -> None:
+    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter) -> None:
         self._block, self._direct, self._verify, self._meter = block, direct, verify, meter
-        self._from_cache = from_cache
 
     def __call__(self, job: _Job) -> None:
-        if self._direct and self._is_cold(job):
+        if self._direct and _is_cold(job):
             views = [self._block.view[: job.stop - job.start]]
             job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
             if self._verify:
                 job.file.check(job.start, views)
-            count = sum([self._copy(piece, job) for piece in job.pieces])
+            count = self._copy(job.pieces, job)
         else:
-            with self._from_cache:
-                views, left, count = self._scatter(job)
-                job.file.read(job.start, views, verify=self._verify)
-                count += sum([self._copy(piece, job) for piece in left])
+            views, left, count = self._scatter(job)
+            job.file.read(job.start, views, verify=self._verify)
+            count += self._copy(left, job)
         self._meter.add(count)
-
-    def _is_cold(self, job: _Job) -> bool:
-        # What other ranks of this machine read too had better be in the cache, for them.
-        alone = all(piece.alone for piece in job.pieces)
-        return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
 
     def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece], int]:
         """Where each byte of a job goes, in order; what must then be copied from the block; how much is in place."""
@@ -205,10 +211,10 @@ class _Worker:
         left: list[_Piece] = []
         at, base, placed = job.start, job.start, 0
         for piece in job.pieces:
-            start, stop = max(piece.start, base), min(piece.stop, job.stop)
-            if not piece.address or stop - start < _IN_PLACE:
+            if not piece.address or piece.stop - piece.start < _IN_PLACE:
                 left.append(piece)
                 continue
+            start, stop = max(piece.start, base), min(piece.stop, job.stop)
             views.append(self._block.view[at - base : start - base])
             views.append(view_of(piece.placement.target)[start - piece.start : stop - piece.start])
             at, placed = stop, placed + stop - start
@@ -218,14 +224,18 @@ class _Worker:
         views.append(self._block.view[at - base : job.stop - base])
         return [view for view in views if len(view)], left, placed
 
-    def _copy(self, piece: _Piece, job: _Job) -> int:
-        """Copy what a job read of a piece from the block to its target, and say how much that is."""
-        start, stop = max(piece.start, job.start), min(piece.stop, job.stop)
-        if piece.address:
-            copy_bytes(piece.address + start - piece.start, self._block.address + start - job.start, stop - start)
-            return stop - start
-        assert piece.region is not None
-        return piece.region.fill(self._block, start - job.start, start - piece.origin, stop - piece.origin)
+    def _copy(self, pieces: list[_Piece], job: _Job) -> int:
+        """Copy what a job read of some pieces from the block to their targets, and say how much that is."""
+        count, block, (_, first, last, _) = 0, self._block, job
+        for start, stop, address, origin, _, _, region in pieces:
+            low, high = max(first, start), min(last, stop)
+            if address:
+                copy_bytes(address + low - start, block.address + low - first, high - low)
+                count += high - low
+            else:
+                assert region is not None
+                count += region.fill(block, low - first, low - origin, high - origin)
+        return count
 
 
 class _Region:

@@ -14,7 +14,7 @@ from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
 from milepost.core.tree import Node, Path, build, grow
 from milepost.errors import CheckpointDamaged
-from milepost.place import Placement, place_all
+from milepost.place import Placement, place_all, placement_of
 from milepost.read import Files
 from milepost.tensors import new_tensor
 from milepost.values import Codec
@@ -63,7 +63,7 @@ def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[
         read[tensor.key] = new_tensor(tensor.dtype, tensor.shape)
         if box.elements:
             item = ReadItem(tensor.key, rank, name, box, box)
-            placements.append(Placement(item, tensor.dtype, read[tensor.key]))
+            placements.append(placement_of(item, tensor.dtype, read[tensor.key]))
     place_all(files, placements)
     return {tensor.key: as_saved(read[tensor.key], tensor) for tensor in tensors}
 

@@ -4,7 +4,6 @@ Header and table of checksums are checked against the manifest when a file is op
 against the table, where it was read to.
 """
 
-import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +18,7 @@ from milepost.core.shardfile import CHECKSUMS, Entry, Header, read_header, seal_
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.pause import CollectionPaused
 from milepost.store import Reader, Store
-from milepost.transfer import Meter, Transfer, run_all
+from milepost.transfer import Meter, Transfer, new_pages, run_all
 
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
@@ -155,7 +154,7 @@ class VerifiedFile:
         size = -(-transfer.block_bytes // self.block_bytes) * self.block_bytes
 
         def make_worker() -> Callable[[int], None]:
-            memory = memoryview(mmap.mmap(-1, size))
+            memory = memoryview(new_pages(size))
 
             def check(start: int) -> None:
                 block = memory[: min(size, self.header.data_bytes - start)]

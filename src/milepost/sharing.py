@@ -21,7 +21,7 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.memory import as_bits
-from milepost.place import Placement
+from milepost.place import Placement, placement_of
 from milepost.tensors import Part, Sharers
 
 WORTH_BYTES = 64 * MIB
@@ -74,7 +74,7 @@ class Exchange:
             if unit.reader == self._me:
                 for item in read_plan(manifest, unit.saved, unit.box):
                     target = unit.target[item.box.within(unit.box).slices]
-                    yield Placement(item, unit.saved.dtype, target, alone=True)
+                    yield placement_of(item, unit.saved.dtype, target, alone=True)
 
     def prepare(self) -> None:
         """Take the memory that the exchange needs, while it can still fail alone."""

@@ -7,7 +7,6 @@ stay sharded; an optimizer that has not stepped yet gets new state, cut like its
 
 import platform
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path as File
@@ -17,18 +16,19 @@ import numpy as np
 import torch
 import xxhash
 
-from milepost.core.box import Shape
+from milepost.core.box import Box, Shape
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
-from milepost.place import Placement
+from milepost.place import Placement, placement_of
 from milepost.report import Found, bits_of
 from milepost.sharing import SharedPart
 from milepost.state import PerRank, take_apart
 from milepost.tensors import (
     Describer,
     LocalTensor,
+    Part,
     Sharers,
     dtype_name,
     is_tensor,
@@ -47,7 +47,8 @@ _BYTES = {"bytes": bytes, "bytearray": bytearray}
 class Target:
     """A state that is being loaded into: its leaves, and for each what will stand there after the load.
 
-    `saved` maps the state's keys to those of the checkpoint, which may be spelled otherwise.
+    `saved` maps the state's keys to those of the checkpoint, which may be spelled otherwise; `homeless` are the tensors
+    that have no memory to read into yet.
     """
 
     manifest: Manifest
@@ -56,6 +57,7 @@ class Target:
     found: Found
     saved: dict[str, str] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
+    homeless: list[str] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
 
 
@@ -74,6 +76,7 @@ class Matcher:
         self._per_rank = {p.key for p in manifest.per_rank}
         self._saved: dict[str, str] = {}
         self._missing: list[str] = []
+        self._homeless: list[str] = []
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
         self._kinds: dict[str, str] = {}
@@ -84,7 +87,7 @@ class Matcher:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
-        placements = list(self._compare(flat))
+        placements = self._compare(flat)
         found = Found(
             tuple(self._missing),
             self._shapes,
@@ -96,7 +99,7 @@ class Matcher:
             self._on_device,
             host_id() if self._shared_bytes else b"",
         )
-        return Target(self._manifest, flat, opened, found, self._saved, placements)
+        return Target(self._manifest, flat, opened, found, self._saved, placements, self._homeless)
 
     @cached_property
     def _root(self) -> Branch:
@@ -145,12 +148,15 @@ class Matcher:
                 return torch.empty_like(parameter.detach(), dtype=torch_dtype(tensor.dtype))
         return new_tensor(tensor.dtype, tensor.shape)
 
-    def _compare(self, flat: Flat) -> Iterator[Placement]:
+    def _compare(self, flat: Flat) -> list[Placement]:
+        placements: list[Placement] = []
         for key, leaf in flat.leaves.items():
             kind, there = flat.kinds[key], self._saved[key]
             saved = self._tensors.get(there)
+            if saved is not None and (saved.kind in _BYTES or _is_homeless(leaf)):
+                self._homeless.append(key)
             if kind == "tensor" and saved is not None and saved.kind not in _BYTES:
-                yield from self._compare_tensor(key, leaf, saved)
+                placements += self._compare_tensor(key, leaf, saved)
             elif kind == "tensor" and saved is not None and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = f"saved as {saved.kind} and the target is a tensor"
             elif there in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
@@ -163,37 +169,45 @@ class Matcher:
                 )
             elif not self._knows(there):
                 self._missing.append(key)
+        return placements
 
     def _knows(self, key: str) -> bool:
         return key in self._tensors or key in self._values or key in self._per_rank
 
-    def _compare_tensor(self, key: str, leaf: Any, saved: Tensor) -> Iterator[Placement]:
+    def _compare_tensor(self, key: str, leaf: Any, saved: Tensor) -> list[Placement]:
         if isinstance(leaf, (bytes, bytearray)):
             self._kinds[key] = f"saved as a {saved.kind} and the target is {type(leaf).__name__}"
-            return
+            return []
         local = self._describer.describe(leaf, key)
         if local.shape != saved.shape:
             self._shapes[key] = (saved.shape, local.shape)
-            return
+            return []
         if local.dtype != saved.dtype:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not self._convert_dtype:
-                return
-        for placement in placements_for(self._manifest, saved, local, self._describer):
+                return []
+        placements = placements_for(self._manifest, saved, local, self._describer)
+        for placement in placements:
             self._read_bytes += placement.size_bytes
             if not placement.alone and self._describer.shares:
                 self._shared_bytes += placement.size_bytes
                 self._on_device = self._on_device or placement.target.device.type not in ("cpu", "meta")
-            yield placement
+        return placements
 
 
-def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> Iterator[Placement]:
+def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> list[Placement]:
     """The reads that fill this rank's parts of a tensor."""
     alone = describer.is_alone(local)
-    for part in local.parts:
-        for item in read_plan(manifest, saved, part.box):
-            data = part.data if item.box == part.box else part.data[item.box.within(part.box).slices]
-            yield Placement(item, saved.dtype, data, alone)
+    return [
+        placement_of(item, saved.dtype, _window(part, item.box), alone)
+        for part in local.parts
+        for item in read_plan(manifest, saved, part.box)
+    ]
+
+
+def _window(part: Part, box: Box) -> torch.Tensor:
+    """The memory of a part that holds a box of it."""
+    return part.data if box is part.box or box == part.box else part.data[box.within(part.box).slices]
 
 
 @cache
@@ -211,20 +225,27 @@ def keys_of(manifest: Manifest) -> list[str]:
     return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
 
 
+def _is_homeless(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or array that nothing can be read into."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_meta
+    return isinstance(leaf, np.ndarray) and not leaf.flags.writeable
+
+
 def allocate(target: Target, describer: Describer, device: torch.device | str | None) -> None:
     """Give memory to targets that have none (meta device, read-only arrays, long bytes), and plan their reads anew."""
+    if not target.homeless:
+        return
     manifest = target.manifest
     tensors = {t.key: t for t in manifest.tensors}
     made: dict[str, Any] = {}
-    for key, leaf in target.flat.leaves.items():
-        saved = tensors.get(target.saved[key])
-        if saved is None:
-            continue
+    for key in target.homeless:
+        leaf, saved = target.flat.leaves[key], tensors[target.saved[key]]
         if saved.kind in _BYTES:
             made[key] = LongBytes(saved.kind, new_tensor("uint8", saved.shape))
-        elif isinstance(leaf, torch.Tensor) and leaf.is_meta:
+        elif isinstance(leaf, torch.Tensor):
             made[key] = materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
-        elif isinstance(leaf, np.ndarray) and not leaf.flags.writeable:
+        else:
             made[key] = np.empty_like(leaf)
     anew = {target.saved[key] for key in made}
     target.placements = [p for p in target.placements if p.item.key not in anew]

@@ -1,6 +1,8 @@
 """How bytes move: how many workers, with how much memory each, and how far they are."""
 
+import contextlib
 import logging
+import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -128,6 +130,15 @@ class Meter:
             # A picture of the work must not be able to stop the work.
             _log.warning("the progress callback failed and is not called again", exc_info=True)
             self._watcher = None
+
+
+def new_pages(size_bytes: int) -> mmap.mmap:
+    """New memory in huge pages, if the system has them: direct I/O takes hold of each page that it touches."""
+    # Private: what is shared would be pages of a file in memory, which are never huge.
+    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError, AttributeError):
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return pages
 
 
 def run_all(

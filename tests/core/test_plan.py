@@ -84,7 +84,7 @@ def test_a_reader_finds_every_element_of_a_region_once_in_an_entry_that_was_writ
     manifest = manifest_of(world, plan)
     tensor = data.draw(st.sampled_from(plan[0]))
     region = data.draw(boxes_in(tensor.shape))
-    reads = list(read_plan(manifest, tensor, region))
+    reads = read_plan(manifest, tensor, region)
     assert np.array_equal(count_cover([item.box for item in reads], tensor.shape), count_cover([region], tensor.shape))
     written = {
         (rank, item.name): item.box for rank in range(world) for item in items_of(rank, plan) if item.key == tensor.key

@@ -13,7 +13,7 @@ from milepost.comm.base import Comm, Solo
 from milepost.comm.board import BoardComm
 from milepost.errors import InvalidRequest, RanksMissing
 
-_FIRST_LOOK_S = 0.0005
+_FIRST_LOOK_S = 0.001
 
 
 class TorchBoard:

@@ -144,18 +144,19 @@ def _many_parts(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[
         yield part, holders[(tensor.turn + j) % len(holders)]
 
 
-def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> Iterator[ReadItem]:
+def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[ReadItem]:
     """What to read for `region` of a tensor: disjoint boxes that cover it, each from one entry of one file."""
     layout = manifest.layout_of(tensor)
     if tensor.parts == 1 and isinstance(layout, Whole) and region.shape == tensor.shape:
-        if region.elements:  # as most tensors of most checkpoints that one process saved
-            holders = unpack_ranks(layout.ranks)
-            name = entry_name(tensor.key, region, tensor.shape)
-            yield ReadItem(tensor.key, holders[tensor.turn % len(holders)], name, region, region)
-        return
-    for held in layout.overlapping(tensor.shape, region):
-        for part, writer in parts_of(tensor, held.box, held.holders):
-            wanted = part.intersect(region)
-            if wanted is not None:
-                name = entry_name(tensor.key, part, tensor.shape)
-                yield ReadItem(tensor.key, writer, name, part, wanted)
+        # As most tensors of most checkpoints that one process saved.
+        holders = unpack_ranks(layout.ranks)
+        name = entry_name(tensor.key, region, tensor.shape)
+        return [ReadItem(tensor.key, holders[tensor.turn % len(holders)], name, region, region)] * (
+            0 not in region.shape
+        )
+    return [
+        ReadItem(tensor.key, writer, entry_name(tensor.key, part, tensor.shape), part, wanted)
+        for held in layout.overlapping(tensor.shape, region)
+        for part, writer in parts_of(tensor, held.box, held.holders)
+        if (wanted := part.intersect(region)) is not None
+    ]
