@@ -10,6 +10,7 @@ from milepost.store.memory import MemoryStore
 
 Where = str | os.PathLike[str] | Store
 
+_VERBS = ("create", "writer", "reader", "list", "delete", "url")
 # Memory stores by name, for as long as the process lives: `memory://a` must be the same place in each call.
 _MEMORY: dict[str, MemoryStore] = {}
 
@@ -18,9 +19,10 @@ def store_at(where: Where) -> Store:
     """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known."""
     if isinstance(where, os.PathLike):
         return LocalStore(where)
-    if isinstance(where, Store):
+    if not isinstance(where, str) and all(hasattr(where, verb) for verb in _VERBS):
+        # Not isinstance: that would not see what a store that wraps another hands on.
         return where
-    if not where:
+    if not where or not isinstance(where, str):
         raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {where!r}")
     scheme, separator, rest = where.partition("://")
     if not separator:
