@@ -3,11 +3,14 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
+from milepost.by_plans import load_by_plans, save_by_plans
 from milepost.comm import Comm
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.errors import InvalidRequest
+from milepost.filesystem import FileSystemReader, FileSystemWriter
 from milepost.loading import LoadOptions, explain_state, load_state
+from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.report import Report
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.store import Where, store_at
@@ -24,8 +27,10 @@ TIMEOUT_S = 1800.0
 
 def save(
     state: Any,
-    where: Where,
+    where: Where | None = None,
     *,
+    planner: SavePlanner | None = None,
+    storage_writer: StorageWriter | None = None,
     metadata: Mapping[str, Any] | None = None,
     overwrite: bool = True,
     on_difference: Literal["error", "warn"] = "error",
@@ -55,6 +60,7 @@ def save(
     `host_memory_bytes`: the most that this rank uses beyond the state. `transfer`: threads and blocks, within that.
     `progress`: called on the lead rank with a `Progress` from time to time; `ProgressBar()` draws one.
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
+    `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
     """
     if on_difference not in ("error", "warn"):
         raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
@@ -69,13 +75,23 @@ def save(
         transfer=(transfer or Transfer()).within(host_memory_bytes),
         progress=progress,
     )
-    return save_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
+    comm = ranks_of(process_group, timeout_s)
+    if planner is None and storage_writer is None:
+        return save_state(state, store_at(_given(where)), comm, options)
+    if storage_writer is None:
+        storage_writer = FileSystemWriter(
+            _given(where), overwrite=overwrite, metadata=metadata, transfer=options.transfer, progress=progress
+        )
+    storage_writer.reset(where)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
+    return save_by_plans(state, storage_writer, planner, comm, options)
 
 
 def load(
     state: Any,
-    where: Where,
+    where: Where | None = None,
     *,
+    planner: LoadPlanner | None = None,
+    storage_reader: StorageReader | None = None,
     allow_missing: bool = False,
     allow_unexpected: bool = False,
     convert_dtype: bool = False,
@@ -103,6 +119,7 @@ def load(
     `share_reads`: let ranks that want the same read it once and send it to each other, through the process group.
     By default that is done where it pays: over several machines, and between GPUs.
     `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`, `process_group`: as for `save`.
+    `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of yours; the first four options are the planner's then.
     """
     options = LoadOptions(
         Codec(types, allow_pickle),
@@ -115,7 +132,19 @@ def load(
         (transfer or Transfer()).within(host_memory_bytes),
         progress,
     )
-    return load_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
+    comm = ranks_of(process_group, timeout_s)
+    if planner is None and storage_reader is None:
+        return load_state(state, store_at(_given(where)), comm, options)
+    if storage_reader is None:
+        storage_reader = FileSystemReader(_given(where), verify=verify, transfer=options.transfer, progress=progress)
+    storage_reader.reset(where)  # type: ignore[arg-type]  # whoever passes a reader passes a place that it knows
+    return load_by_plans(state, storage_reader, planner, comm)
+
+
+def _given(where: Where | None) -> Where:
+    if where is None:
+        raise InvalidRequest("say where: a path, a URL or a Store")
+    return where
 
 
 def explain(

@@ -14,7 +14,7 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import LEAVES, Node, Path, build, grow
-from milepost.errors import CheckpointDamaged, CheckpointError, UnsafeCheckpoint
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
 from milepost.read import Damage, Files
 from milepost.store import Store
 from milepost.transfer import Meter, Transfer, Watcher
@@ -97,7 +97,8 @@ class LazyTensor:
 
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
-            self._files.of(item.rank).entry(item, self.dtype)  # what is not there says so now, before memory is taken
+            if not self._record.transforms:
+                self._files.of(item.rank).entry(item, self.dtype)  # what is not there says so before memory is taken
             items.append(item)
         try:
             result = new_tensor(self.dtype, box.shape)
@@ -114,8 +115,8 @@ class Checkpoint(Mapping[str, Any]):
 
     def __init__(self, store: Store, codec: Codec) -> None:
         self._codec = codec
-        self._manifest = parse(store.url, *find(store))
-        self._files = Files(store, self._manifest)
+        self._files = files_at(store)
+        self._manifest = self._files.manifest
         self._tensors = {t.key: t for t in self._manifest.tensors}
         self._values = {v.key: v.value for v in self._manifest.values}
         self._per_rank = {p.key: unpack_ranks(p.ranks) for p in self._manifest.per_rank}
@@ -127,8 +128,13 @@ class Checkpoint(Mapping[str, Any]):
         return self._manifest
 
     @property
+    def format(self) -> str:
+        """Whose format it has: "milepost", or "dcp", "safetensors" or "torch"."""
+        return self._manifest.format
+
+    @property
     def generation(self) -> int:
-        """Which commit at this place it is, from 1."""
+        """Which commit at this place it is, from 1; 0 in a format of others."""
         return self._manifest.generation
 
     @property
@@ -156,7 +162,8 @@ class Checkpoint(Mapping[str, Any]):
         return len(self._tensors) + len(self._values) + len(self._per_rank)
 
     def __repr__(self) -> str:
-        return f"Checkpoint({self.url!r}, generation {self.generation}, {len(self)} keys)"
+        what = f"generation {self.generation}" if self.generation else self.format
+        return f"Checkpoint({self.url!r}, {what}, {len(self)} keys)"
 
     def __getitem__(self, key: str) -> Any:
         """A `LazyTensor` for a tensor, the value itself for a value, a dict from rank to value for rank-private ones."""
@@ -214,7 +221,7 @@ class Checkpoint(Mapping[str, Any]):
                 damages.extend(file.check_all(transfer, meter))
                 read += record.size_bytes
             except CheckpointError as error:
-                damages.append(Damage(self._manifest.file_name(record.rank), str(error)))
+                damages.append(Damage(self._files.name_of(record.rank), str(error)))
         if not damages:
             damages.extend(islice(self._check_entries(), MAX_DAMAGES))
         meter.finish()
@@ -225,9 +232,10 @@ class Checkpoint(Mapping[str, Any]):
         for tensor in self._manifest.tensors:
             for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape)):
                 try:
-                    self._files.of(item.rank).entry(item, tensor.dtype)
+                    file = self._files.of(item.rank)
+                    _ = file.packed(item) if tensor.transforms else file.entry(item, tensor.dtype)
                 except CheckpointError as error:
-                    yield Damage(self._manifest.file_name(item.rank), str(error), (item.name,))
+                    yield Damage(self._files.name_of(item.rank), str(error), (item.name,))
 
     def close(self) -> None:
         """Close its files. It may still be used: they are opened again."""
@@ -240,6 +248,19 @@ class Checkpoint(Mapping[str, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def files_at(store: Store) -> Files:
+    """The files of the newest checkpoint at a place, or of one in another library's format. Raises CheckpointNotFound."""
+    try:
+        return Files(store, parse(store.url, *find(store)))
+    except CheckpointNotFound:
+        from milepost.formats.recognise import recognise  # noqa: PLC0415  # not needed for our own
+
+        foreign = recognise(store)
+        if foreign is None:
+            raise
+        return foreign.files
 
 
 def _read_as_saved(lazy: LazyTensor, record: Tensor) -> Any:

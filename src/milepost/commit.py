@@ -35,6 +35,8 @@ from milepost.store.base import CLAIM
 _log = logging.getLogger("milepost")
 _TRIES = 20
 MAX_GENERATION = 99_999_999
+REMOVED = ".removed"
+"""Behind a manifest's name: this generation is being removed; see `retention`."""
 
 
 def generations(store: Store) -> list[int]:
@@ -44,8 +46,11 @@ def generations(store: Store) -> list[int]:
 
 
 def aim(store: Store) -> tuple[int, str]:
-    """The generation that a save should aim at, and a name for the attempt. Numbers that were only claimed are passed over."""
-    found = (generation_of(name.removesuffix(CLAIM)) for name in store.list("manifest-"))
+    """The generation that a save should aim at, and a name for the attempt.
+
+    Numbers that were only claimed, and those that are being removed, are passed over.
+    """
+    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
     newest = max((number for number in found if number is not None), default=0)
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
@@ -62,14 +67,19 @@ def find(store: Store) -> tuple[int, bytes]:
     for _ in range(_TRIES):
         number = next(iter(generations(store)), None)
         if number is None:
-            leftovers = next(iter(store.list("data/")), None)
-            hint = "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
-            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {hint}")
+            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store)}")
         data = read_manifest(store, number)
         if data is not None:
             return number, data
         # Swept while we looked: there is a newer one, so look again.
     raise CheckpointNotFound(f"{store.url} changes too fast to be read; is it being saved to in a loop?")
+
+
+def _why_not(store: Store) -> str:
+    if any(name.endswith(REMOVED) for name in store.list("manifest-")):
+        return "It was removed."
+    leftovers = next(iter(store.list("data/")), None)
+    return "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
 
 
 def read_manifest(store: Store, generation: int) -> bytes | None:

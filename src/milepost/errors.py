@@ -29,11 +29,15 @@ import msgspec
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """What one rank met: the name of the exception's type, its message, and its traceback as text."""
+    """What one rank met: the name of the exception's type, its message, its traceback as text.
+
+    `original`: the exception itself and its stack summary, pickled, where that can be done.
+    """
 
     kind: str
     message: str
     traceback: str = ""
+    original: bytes = b""
 
 
 class CheckpointError(Exception):

@@ -17,7 +17,8 @@ from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Path, restore
-from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, StateMismatch
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
+from milepost.formats.recognise import recognise
 from milepost.pause import CollectionPaused
 from milepost.place import place_all
 from milepost.privates import read_private_values
@@ -61,10 +62,11 @@ class LoadOptions:
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
     """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
-    manifest, opened = _open(store, comm, "loading")
-    target, share = _match(state, manifest, store, comm, options, opened)
+    opened, trouble = _open(store, comm, "loading")
+    target, share = _match(state, opened.manifest if opened is not None else None, store, comm, options, trouble)
     exchanges = _share_out(target, store, comm, options) if share else []
-    files = Files(store, target.manifest)
+    files = opened
+    assert files is not None  # or matching would have raised what is the trouble
     meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
     applied: list[Any] = []
 
@@ -100,7 +102,8 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
 
 def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Report:
     """The report that a load would act on, on every rank. Reads the manifest and nothing else; changes nothing."""
-    manifest, trouble = _open(store, comm, "explaining")
+    opened, trouble = _open(store, comm, "explaining")
+    manifest = opened.manifest if opened is not None else None
 
     def look() -> bytes:
         return msgspec.msgpack.encode(_matched(state, _checked(manifest, trouble), comm, options).found)
@@ -113,31 +116,52 @@ def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) ->
     return _REPORTS.decode(answer)
 
 
-def _open(store: Store, comm: Comm, action: str) -> tuple[Manifest | None, Exception | None]:
-    """The newest manifest: the lead finds it, and all ranks load that generation.
+def _open(store: Store, comm: Comm, action: str) -> tuple[Files | None, Exception | None]:
+    """The files of the newest checkpoint: the lead finds it, and all ranks load that generation (0: of another format).
 
     Small ones travel with the announcement, larger ones are read by each rank. What goes wrong here on one rank is
     told at the next meeting.
     """
+    kept: list[Files] = []
 
     def look() -> bytes:
-        generation, data = find(store)
+        try:
+            generation, data = find(store)
+        except CheckpointNotFound:
+            foreign = recognise(store)
+            if foreign is None:
+                raise
+            kept.append(foreign.files)
+            return msgspec.msgpack.encode((0, foreign.digest, foreign.format.encode()))
         return msgspec.msgpack.encode((generation, xxhash.xxh3_64_digest(data), data if len(data) <= _SMALL else b""))
 
     packed = told(comm, Phase(action, store.url, "opening"), look)
     generation, digest, data = _OPENED.decode(packed)
     try:
+        if generation == 0:
+            return kept[0] if kept else _foreign(store, comm, digest), None
         data = data or read_manifest(store, generation) or b""
         if xxhash.xxh3_64_digest(data) != digest:
             raise CheckpointDamaged(
                 f"{store.url}: rank {comm.rank} does not find the manifest of generation {generation} that rank "
                 f"{comm.lead} found. Was it replaced meanwhile, or do the ranks see different places?"
             )
-        return parse(store.url, generation, data), None
+        return Files(store, parse(store.url, generation, data)), None
     except Exception as error:
         if comm.size == 1:
             raise
         return None, error
+
+
+def _foreign(store: Store, comm: Comm, digest: bytes) -> Files:
+    """The files of a checkpoint in another library's format, which the lead has found."""
+    found = recognise(store)
+    if found is None or found.digest != digest:
+        raise CheckpointDamaged(
+            f"{store.url}: rank {comm.rank} does not find the checkpoint that rank {comm.lead} found. "
+            "Was it replaced meanwhile, or do the ranks see different places?"
+        )
+    return found.files
 
 
 def _checked(manifest: Manifest | None, trouble: Exception | None) -> Manifest:

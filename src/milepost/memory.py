@@ -1,6 +1,7 @@
 """Host memory as bytes: the blocks that workers copy through, and the bytes of tensors."""
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +15,25 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.pythonapi)
 )
+
+
+class Late:
+    """A tensor that is made when it is needed, and not kept: what a planner gives for an item, or a part of that."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+
+    def __getitem__(self, inside: tuple[slice, ...]) -> "Late":
+        return Late(lambda: self.get()[inside])
+
+    def get(self) -> torch.Tensor:
+        """The tensor, made anew."""
+        return self._make()
+
+
+def ready(data: "torch.Tensor | Late") -> torch.Tensor:
+    """The tensor itself."""
+    return data.get() if isinstance(data, Late) else data
 
 
 def copy_bytes(to: int, source: int, count: int) -> None:

@@ -16,10 +16,11 @@ from typing import NamedTuple
 import msgspec
 import torch
 
-from milepost.core.box import Box, boxes_of_run, strides_of
+from milepost.core.box import Box, Shape, boxes_of_run, strides_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.core.plan import ReadItem
+from milepost.extension import REGISTRY, ExtensionRegistry, restored
 from milepost.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.pause import CollectionPaused
 from milepost.read import Files, VerifiedFile
@@ -60,12 +61,16 @@ def place_all(
     meter: Meter | None = None,
     *,
     verify: bool = True,
+    registry: ExtensionRegistry = REGISTRY,
 ) -> None:
-    """Read everything into its targets."""
+    """Read everything into its targets. Bytes that were transformed are restored by extensions of the registry."""
     meter = meter or Meter("load", files.url)
     by_rank: dict[int, list[Placement]] = defaultdict(list)
     total = count = 0
     for placement in placements:
+        if placement.item.key in files.transforms:
+            _place_restored(files, placement, registry)
+            continue
         count += 1
         by_rank[placement.item.rank].append(placement)
         total += placement.size_bytes
@@ -87,6 +92,21 @@ def place_all(
         return _Worker(Block(size, pinned), transfer.direct, verify, meter)
 
     run_all(chain([first], jobs), make_worker, threads, meter)
+
+
+def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry) -> None:
+    """Read a whole entry, undo its transforms, and take what is wanted of it."""
+    item, file = placement.item, files.of(placement.item.rank)
+    size = item.source.elements * DTYPES[placement.dtype].size_bytes
+    what = f"{file.where}: {item.name[:200]!r}"
+    data = restored(file.packed(item), files.transforms[item.key], size, what, registry)
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(placement.dtype))
+    wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
+    same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
+    if same:
+        as_bits(placement.target).copy_(as_bits(wanted))
+    else:
+        placement.target.copy_(wanted)
 
 
 class _Piece(NamedTuple):
@@ -127,8 +147,11 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
 
 
 def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
+    origin, end = file.entry(placement.item, placement.dtype).data_offsets
+    order = file.order(placement.item)
+    if order is not None:
+        placement = _turned(placement, order)
     item, target = placement.item, placement.target
-    origin, end = file.entry(item, placement.dtype).data_offsets
     if item.box is item.source or item.box == item.source:
         start, stop = origin, end
     else:
@@ -140,6 +163,17 @@ def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
     address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
     region = None if address else _Region(placement)
     return _Piece(start, stop, address, origin, placement.alone and in_one_run, placement, region)
+
+
+def _turned(placement: Placement, order: Shape) -> Placement:
+    """The same read with the dimensions in the order in which they lie in the file."""
+
+    def turn(box: Box) -> Box:
+        return Box(tuple(box.offset[d] for d in order), tuple(box.shape[d] for d in order))
+
+    item, target = placement.item, placement.target.permute(order)
+    turned = ReadItem(item.key, item.rank, item.name, turn(item.source), turn(item.box))
+    return placement_of(turned, placement.dtype, target, placement.alone)
 
 
 def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:

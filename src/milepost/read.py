@@ -6,10 +6,12 @@ against the table, where it was read to.
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
+from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import Manifest, ShardFile
@@ -56,7 +58,7 @@ class VerifiedFile:
             reader = store.reader(self.name)
         except FileNotFoundError:
             raise CheckpointDamaged(
-                f"{self.where} is missing. If a newer save replaced this checkpoint meanwhile, open it again."
+                f"{self.where} is missing. If this checkpoint was removed or replaced by a newer save meanwhile, open one anew."
             ) from None
         if reader.size_bytes != record.size_bytes:
             reader.close()
@@ -99,6 +101,18 @@ class VerifiedFile:
                 f"{self.where} holds {item.name[:200]!r} at a place that is not aligned for {dtype}"
             )
         return found
+
+    def packed(self, item: ReadItem) -> bytes:
+        """The verified bytes of an entry that was stored through transforms. Raises CheckpointDamaged where it is none."""
+        found = self.header.entries.get(item.name)
+        if found is None or found.dtype != "U8" or len(found.shape) != 1:
+            raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as transformed bytes")
+        return self.data(*found.data_offsets)
+
+    def order(self, item: ReadItem) -> Shape | None:
+        """The dimensions from the outermost to the innermost in the file; None where that is their own order, as here."""
+        del item
+        return None
 
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
         """Fill the views with data from `start`, where a block begins, on. Raises CheckpointDamaged, naming entries."""
@@ -209,6 +223,11 @@ class Files:
         """Where the checkpoint is, for messages."""
         return self._store.url
 
+    @cached_property
+    def transforms(self) -> dict[str, tuple[str, ...]]:
+        """The tensors whose bytes were transformed, by key, and how."""
+        return {tensor.key: tensor.transforms for tensor in self.manifest.tensors if tensor.transforms}
+
     def of(self, rank: int) -> VerifiedFile:
         """The file that `rank` wrote."""
         if rank not in self._open:
@@ -217,8 +236,16 @@ class Files:
             while len(self._open) >= MAX_OPEN:
                 # Forgotten, not closed: a worker may still read from it, and it closes when the last one lets go.
                 self._open.pop(next(iter(self._open)))
-            self._open[rank] = VerifiedFile(self._store, self.manifest, self._records[rank])
+            self._open[rank] = self.make(rank)
         return self._open[rank]
+
+    def make(self, rank: int) -> VerifiedFile:
+        """Open a file; `of` does that once."""
+        return VerifiedFile(self._store, self.manifest, self._records[rank])
+
+    def name_of(self, rank: int) -> str:
+        """The name of the file that `rank` wrote."""
+        return self.manifest.file_name(rank)
 
     def close(self) -> None:
         """Close all files."""

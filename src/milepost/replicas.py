@@ -8,6 +8,7 @@ from milepost.core.agreement import Plan
 from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
+from milepost.memory import ready
 from milepost.tensors import LocalTensor, bytes_of
 
 _SHOWN = 50
@@ -42,7 +43,7 @@ class ReplicaCheck:
             if len(held.holders) < 2 or held.box not in parts:
                 continue
             hasher = xxhash.xxh3_64()
-            for view in bytes_of(parts[held.box], _AT_ONCE_BYTES):
+            for view in bytes_of(ready(parts[held.box]), _AT_ONCE_BYTES):
                 hasher.update(view)
             group = _group_id(held.holders)
             name = tensor.key if held.box.shape == tensor.shape else f"{tensor.key}{held.box.text}"

@@ -7,7 +7,7 @@ structure changed, nothing is committed; the ranks agree anew and write again.
 
 import logging
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -113,8 +113,11 @@ _VALUES = msgspec.json.Decoder(tuple[Value, ...])
 class _Save:
     """One save on one rank."""
 
-    def __init__(self, state: Any, store: Store, comm: Comm, options: SaveOptions) -> None:
+    def __init__(
+        self, state: Any, store: Store, comm: Comm, options: SaveOptions, describing: Callable[[], Described] | None
+    ) -> None:
         self.state, self.store, self.comm, self.options = state, store, comm, options
+        self.describing = describing
         self.meter = Meter("save", store.url, options.progress if comm.rank == comm.lead else None)
         self.warnings: list[str] = []
         self._results: list[_Result] = []
@@ -149,6 +152,8 @@ class _Save:
         """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
         try:
             options = self.options
+            if self.describing is not None:
+                return self.describing(), None
             return describe(self.state, self.comm, options.codec, options.metadata, options.reduce_partial), None
         except Exception as error:
             if self.comm.size == 1:
@@ -349,6 +354,11 @@ def _name_unequal(packed: list[bytes]) -> bytes:
     return ("values that should be equal on all ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])).encode()
 
 
-def save_state(state: Any, store: Store, comm: Comm, options: SaveOptions) -> Receipt:
-    """Save `state` from all ranks of `comm`. Atomic and durable; raises the same error on every rank, leaving nothing."""
-    return _Save(state, store, comm, options).run()
+def save_state(
+    state: Any, store: Store, comm: Comm, options: SaveOptions, describing: Callable[[], Described] | None = None
+) -> Receipt:
+    """Save `state` from all ranks of `comm`. Atomic and durable; raises the same error on every rank, leaving nothing.
+
+    `describing` says what this rank holds, where that is not what `state` shows.
+    """
+    return _Save(state, store, comm, options, describing).run()

@@ -7,6 +7,7 @@ stay sharded; an optimizer that has not stepped yet gets new state, cut like its
 
 import platform
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path as File
@@ -17,7 +18,7 @@ import torch
 import xxhash
 
 from milepost.core.box import Box, Shape
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
@@ -129,7 +130,8 @@ class Matcher:
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             return _Slot()
 
-        return build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        return built if self._manifest.format == FORMAT else _named_like(current, built)
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
@@ -321,6 +323,14 @@ def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:
             return None
         here = following
     return here
+
+
+def _named_like(current: Any, built: Any) -> Any:
+    """A state dict with the keys of the current one where they read the same: DCP makes text of all keys."""
+    if not isinstance(current, Mapping) or not isinstance(built, dict):
+        return built
+    names = {str(name): name for name in current}
+    return {names.get(name, name): _named_like(current.get(names.get(name, name)), v) for name, v in built.items()}
 
 
 def _lookup(state: Any, path: Path) -> Any:

@@ -28,7 +28,7 @@ LONG_BYTES = 64 * 1024
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """A box of the whole tensor, and the memory of this rank that holds it."""
+    """A box of the whole tensor, and the memory of this rank that holds it (in a save by a planner, what makes it)."""
 
     box: Box
     data: torch.Tensor
@@ -87,6 +87,11 @@ class Sharded:
         return result
 
 
+def is_sharded_tensor(value: Any) -> bool:
+    """Whether this is FSDP1's ShardedTensor."""
+    return isinstance(value, torch.Tensor) and hasattr(value, "local_shards") and hasattr(value, "metadata")
+
+
 def is_tensor(value: Any) -> TypeGuard[Any]:
     """Whether a leaf goes into the shard files."""
     if isinstance(value, (torch.Tensor, np.ndarray, Sharded)):
@@ -115,7 +120,7 @@ class Describer:
             layout = value.layout or Boxes(tuple(Held(p.box, str(self._comm.rank)) for p in value.parts))
             return LocalTensor(dtype_name(value.dtype, key), value.shape, "tensor", layout, value.parts)
         if isinstance(value, torch.Tensor):
-            if hasattr(value, "local_shards") and hasattr(value, "metadata"):
+            if is_sharded_tensor(value):
                 return self._sharded_tensor(value, key)
             return _plain(check_plain(value, key), "tensor", key)
         if isinstance(value, np.ndarray):

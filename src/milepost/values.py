@@ -32,7 +32,7 @@ class Codec:
 
     def __init__(self, types: Iterable[type] = (), allow_pickle: bool = False) -> None:
         self._types: dict[str, type] = {}
-        self._allow_pickle = allow_pickle
+        self.allow_pickle = allow_pickle
         for kind in types:
             if not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind)):
                 raise InvalidRequest(f"`types` takes enum and dataclass types, not {kind!r}")
@@ -74,7 +74,7 @@ class Codec:
         spelled = _encode_torch(value)
         if spelled is not None:
             return spelled
-        if self._allow_pickle:
+        if self.allow_pickle:
             try:
                 return {"pickle": _text(pickle.dumps(value))}
             except Exception as error:
@@ -136,7 +136,7 @@ class Codec:
 
     def decode_pickle(self, content: Any, key: str) -> Any:
         """An unpickled object, if the caller allowed it."""
-        if not self._allow_pickle:
+        if not self.allow_pickle:
             raise UnsupportedFormat(
                 f"{key!r} was saved with pickle, which can run any code when it is read. "
                 "Pass allow_pickle=True if you trust who wrote the checkpoint."

@@ -5,6 +5,7 @@ memory of its own, where the store wants that, or by reference), computes the ch
 it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
 """
 
+import threading
 from bisect import bisect_right
 from collections.abc import Callable
 
@@ -13,10 +14,11 @@ import numpy as np
 import torch
 
 from milepost.core.box import boxes_of_run
+from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
-from milepost.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.memory import Block, Late, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.pause import CollectionPaused
 from milepost.store import Store, Writer
 from milepost.transfer import Meter, Transfer, run_all
@@ -28,10 +30,10 @@ _BY_REFERENCE = 64 * KIB
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """An entry to write, with the memory that holds it."""
+    """An entry to write, with the memory that holds it, or what makes it."""
 
     header: NewEntry
-    data: torch.Tensor
+    data: torch.Tensor | Late
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -48,7 +50,7 @@ def write_shard(
     if not entries:
         return Written(None, 0)
     # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
-    entries = sorted(entries, key=lambda e: -e.data.element_size())
+    entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
     with CollectionPaused():
         head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
@@ -56,7 +58,7 @@ def write_shard(
     writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
     try:
         writer.write(0, [head])
-        table = _write_blocks(writer, _Source(entries, header), transfer, meter)
+        table = _write_blocks(writer, _Source(entries, header, transfer.block_bytes), transfer, meter)
         writer.write(header.header_bytes + header.data_bytes, [table])
         writer.commit()
     except BaseException:
@@ -92,17 +94,41 @@ def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: 
     return sums.tobytes()
 
 
+class _Made:
+    """A late tensor, made once for all the blocks that it lies in, and let go with the last of them."""
+
+    def __init__(self, late: Late, blocks: int) -> None:
+        self._late, self._left = late, blocks
+        self._lock = threading.Lock()
+        self._data: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """The tensor, for one block."""
+        with self._lock:
+            data = self._data if self._data is not None else self._late.get()
+            self._left -= 1
+            self._data = data if self._left > 0 else None
+            return data
+
+
+def _made_for(entry: Entry, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
+    if isinstance(entry.data, torch.Tensor):
+        return entry.data
+    start, stop = header.entries[entry.header.name].data_offsets
+    return _Made(entry.data, (stop - 1) // block_bytes - start // block_bytes + 1)
+
+
 class _Source:
     """The data of all entries as one run of bytes."""
 
-    def __init__(self, entries: list[Entry], header: Header) -> None:
+    def __init__(self, entries: list[Entry], header: Header, block_bytes: int) -> None:
         self.header = header
-        self.pinned = needs_pinned([entry.data for entry in entries])
         self.pieces = len(entries)
-        self._entries = entries
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
-        self._addresses = [address_of(entry.data) for entry in entries]
+        self._data = [_made_for(entry, header, block_bytes) for entry in entries]
+        self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]
         self._views: dict[int, memoryview] = {}
+        self.pinned = needs_pinned([data for data in self._data if isinstance(data, torch.Tensor)])
 
     def bytes_in(self, start: int, stop: int, block: Block, *, by_reference: bool) -> list[memoryview]:
         """Bytes start..stop, in `block` from its beginning, or partly as views of the tensors themselves."""
@@ -119,7 +145,7 @@ class _Source:
             elif self._addresses[i]:
                 copy_bytes(block.address + at - start, self._addresses[i] + low, high - low)
             elif high > low:
-                self._copy(i, low, high, block, at - start)
+                self._copy(self._data[i], low, high, block, at - start)
             at += high - low
             i += 1
         views.append(block.view[gathered - start : stop - start])
@@ -131,12 +157,17 @@ class _Source:
 
     def _view(self, i: int) -> memoryview:
         if i not in self._views:
-            self._views[i] = view_of(self._entries[i].data)
+            data = self._data[i]
+            assert isinstance(data, torch.Tensor)
+            self._views[i] = view_of(data)
         return self._views[i]
 
-    def _copy(self, i: int, low: int, high: int, block: Block, at: int) -> None:
-        """Copy bytes low..high of a tensor that is strided or on a device. Elements are not cut: all is aligned to them."""
-        data = self._entries[i].data
+    def _copy(self, source: "torch.Tensor | _Made", low: int, high: int, block: Block, at: int) -> None:
+        """Copy bytes low..high of a tensor that is strided, on a device, or late. Elements are not cut: all is aligned."""
+        data = source if isinstance(source, torch.Tensor) else source.take()
+        if address_of(data):
+            copy_bytes(block.address + at, address_of(data) + low, high - low)
+            return
         size = data.element_size()
         if data.is_contiguous():
             data = data.view(-1)

@@ -7,17 +7,21 @@ from pathlib import Path
 import pytest
 
 import milepost
-from milepost.store import LocalStore, MemoryStore, store_at
+from milepost.store import LocalStore, MemoryStore, Within, store_at
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore
 
 
-@pytest.fixture(params=["local", "memory", "counting"])
+@pytest.fixture(params=["local", "memory", "counting", "within", "within memory"])
 def store(request, tmp_path):
     if request.param == "local":
         return LocalStore(tmp_path / "new" / "folder")
     if request.param == "memory":
         return MemoryStore()
+    if request.param == "within":
+        return Within(LocalStore(tmp_path / "outer"), "step/a")
+    if request.param == "within memory":
+        return Within(MemoryStore(), "step")
     return CountingStore(LocalStore(tmp_path / "counted"))
 
 

@@ -58,6 +58,9 @@ class Comm(Protocol):
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
         """The lead's note, on every rank. Waits for the lead only; the others pass None."""
 
+    def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
+        """The lead's note for this rank: it has one for each, the others pass None. Waits for the lead only."""
+
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
 
@@ -82,6 +85,11 @@ class Solo:
         """The note itself."""
         del phase
         return note or b""
+
+    def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
+        """The only note."""
+        del phase
+        return notes[0] if notes else b""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Nobody waits."""

@@ -128,6 +128,21 @@ class BoardComm:
             return note or b""
         return self._heed(early or self._await(number, phase, announced=True), phase)
 
+    def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
+        """The lead's note for this rank, which takes it off the board."""
+        number, early = self._enter(phase)
+        if self._rank == self._lead:
+            assert notes is not None
+            for rank, note in enumerate(notes):
+                if rank != self._lead:
+                    self._board.pin(f"{number}/to/{rank}", note)
+            self._board.pin(f"{number}/all", Outcome(phase.wire).pack())
+            return notes[self._rank]
+        self._heed(early or self._await(number, phase, announced=True), phase)
+        found = self._board.read([f"{number}/to/{self._rank}"], self._timeout_s)[0]
+        self._board.remove(f"{number}/to/{self._rank}")
+        return found or b""
+
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Pin this rank's payload and do not wait. A lead that leaves decides alone: nobody else collects."""
         number = self._board.count(f"count/{self._rank}")

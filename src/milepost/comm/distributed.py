@@ -19,10 +19,11 @@ _FIRST_LOOK_S = 0.001
 class TorchBoard:
     """A board over a c10d store, by a connection of its own where the store offers one."""
 
-    def __init__(self, store: Any, size: int) -> None:
+    def __init__(self, store: Any, size: int, channel: str = "") -> None:
         # All ranks of a large job look at one server: the more there are, the longer each may pause between looks.
         self._slowest_look_s = min(0.02 + size / 10_000, 1.0)
-        self._store = c10d.PrefixStore("milepost", store.clone() if hasattr(store, "clone") else store)
+        own = store.clone() if hasattr(store, "clone") else store
+        self._store = c10d.PrefixStore(f"milepost{channel}", own)
 
     def pin(self, name: str, note: bytes) -> None:
         """Put a note on the board, in place of one that has the name already."""
@@ -70,8 +71,12 @@ def _reachable() -> Iterator[None]:
         ) from error
 
 
-def ranks_of(group: Any, timeout_s: float) -> Comm:
-    """The comm for a process group, a comm, or None: the default group if there is one, else this process alone."""
+def ranks_of(group: Any, timeout_s: float, lead: int = 0, channel: str = "") -> Comm:
+    """The comm for a process group, a comm, or None: the default group if there is one, else this process alone.
+
+    `lead`: the rank, counted in the group, that collects and decides. `channel`: for a call that runs beside others (in a
+    thread), a name that all ranks give it: its ranks do not meet those of other calls, nor use the process group.
+    """
     if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
@@ -83,9 +88,11 @@ def ranks_of(group: Any, timeout_s: float) -> Comm:
     if len(members) == 1:
         return _Alone(members[0])
     positions = {rank: i for i, rank in enumerate(members)}
-    return BoardComm(
-        _board_of(group, len(members)), dist.get_rank(group), len(members), timeout_s, positions.get, group=group
-    )
+    size, rank = len(members), dist.get_rank(group)
+    if channel:
+        board = TorchBoard(group.get_group_store(), size, channel)
+        return BoardComm(board, rank, size, timeout_s, positions.get, lead)
+    return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, lead, group)
 
 
 _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, TorchBoard]" = weakref.WeakKeyDictionary()

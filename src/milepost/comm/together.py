@@ -1,5 +1,7 @@
 """The one place where an error on one rank becomes the same error on all."""
 
+import contextlib
+import pickle
 import traceback
 from collections.abc import Callable, Mapping
 
@@ -11,6 +13,7 @@ from milepost.errors import ERRORS, CheckpointError, Failure
 
 _KINDS_SHOWN = 20
 _TRACEBACKS = 3
+_ORIGINAL_BYTES = 64 << 10
 
 
 class Report(msgspec.Struct, frozen=True, array_like=True):
@@ -110,7 +113,19 @@ def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | Non
 def failure_of(error: BaseException) -> Failure:
     """An error as a record that can travel."""
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error), trace[-8000:])
+    return Failure(type(error).__name__, str(error), trace[-8000:], _original(error))
+
+
+def _original(error: BaseException) -> bytes:
+    """The exception and its stack as a pickle, for ranks of the same job; nothing where it is large or has no such form."""
+    stack = traceback.extract_tb(error.__traceback__)
+    for frame in stack:
+        if hasattr(frame, "_code"):  # from Python 3.13 on: bytecode, which cannot be pickled
+            object.__setattr__(frame, "_code", None)
+    with contextlib.suppress(Exception):
+        packed = pickle.dumps((error, stack))
+        return packed if len(packed) <= _ORIGINAL_BYTES else b""
+    return b""
 
 
 def _grouped(failures: Mapping[int, Failure]) -> tuple[tuple[str, Failure], ...]:

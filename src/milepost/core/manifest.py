@@ -38,6 +38,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """One tensor: `layout` is an index into the manifest's layouts.
 
     Each box is split into `parts` and part j is written by the (turn + j)-th of the ranks that hold the box.
+    `transforms` are the stream transforms that were applied to the bytes of each box, in order.
     """
 
     key: str
@@ -47,6 +48,7 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     parts: int = 1
     turn: int = 0
     kind: TensorKind = "tensor"
+    transforms: tuple[str, ...] = ()
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -263,7 +265,7 @@ def _check_files(manifest: Manifest) -> None:
     for file in manifest.files:
         if not 8 <= file.header_bytes <= min(file.size_bytes, MAX_HEADER_BYTES):
             raise ValueError(f"the file of rank {file.rank} cannot have a header of {file.header_bytes} bytes")
-    held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in manifest.tensors)
+    held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in manifest.tensors if not t.transforms)
     if held > sum(f.size_bytes - f.header_bytes for f in manifest.files):
         raise ValueError("its tensors are larger than its files")
 

@@ -177,6 +177,34 @@ def _keys(paths: list[Path]) -> list[str]:
     return keys
 
 
+def nodes_of(paths: Mapping[str, tuple[str | int, ...]], kinds: Mapping[str, Leaf]) -> tuple[Node, ...]:
+    """The tree whose leaves stand at these paths: a dict below names, a list below numbers that leave none out.
+
+    Where paths contradict each other, all leaves stand side by side under their keys.
+    """
+    root: dict[Any, Any] = {}
+    for key, path in paths.items():
+        inner: Any = root
+        for step in path[:-1]:
+            inner = inner.setdefault(step, {})
+            if not isinstance(inner, dict):
+                break
+        if not path or not isinstance(inner, dict) or path[-1] in inner:
+            return nodes_of({key: (key,) for key in paths}, kinds)
+        inner[path[-1]] = key
+    return tuple(_unfold(root, None, 0, kinds, top=True))
+
+
+def _unfold(inner: Any, name: Any, depth: int, kinds: Mapping[str, Leaf], top: bool = False) -> Iterator[Node]:
+    if not isinstance(inner, dict):
+        yield Node(depth, name, kinds[inner], inner)
+        return
+    is_list = not top and set(inner) == set(range(len(inner)))
+    yield Node(depth, name, "list" if is_list else "dict")
+    for step in sorted(inner) if is_list else inner:
+        yield from _unfold(inner[step], None if is_list else step, depth + 1, kinds)
+
+
 class Branch(msgspec.Struct, gc=False):
     """A node with its children, as `grow` builds it from the flat list."""
 

@@ -91,6 +91,11 @@ class TroubledComm:
         self._come_to(phase)
         return self._inner.announce(phase, note)
 
+    def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
+        """Run the hook of this step, then hand out."""
+        self._come_to(phase)
+        return self._inner.hand_out(phase, notes)
+
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Leave as any rank would."""
         self._inner.leave(phase, payload)

@@ -1,0 +1,198 @@
+"""`save` and `load` with planners or storage of the caller's. Planners that leave the global plan alone take the usual path."""
+
+import io
+import weakref
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from milepost.comm import Comm
+from milepost.core.agreement import Plans
+from milepost.core.box import Box
+from milepost.core.layout import Boxes, Held
+from milepost.core.manifest import Value
+from milepost.core.table import Table, TensorRow
+from milepost.core.tree import Leaf, nodes_of
+from milepost.describing import Described
+from milepost.errors import InvalidRequest, InvalidState
+from milepost.filesystem import FileSystemWriter, resolved_tensor
+from milepost.memory import Late
+from milepost.planned import load_planned, place_of, save_planned, set_up
+from milepost.planning import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    LoadPlanner,
+    SavePlanner,
+    StorageReader,
+    StorageWriter,
+    ValueIO,
+    WriteItem,
+    box_of,
+)
+from milepost.saving import Receipt, SaveOptions, save_state
+from milepost.state import is_stateful
+from milepost.store import Store
+from milepost.tensors import Describer, LocalTensor, Part, dtype_name
+
+_plans: "weakref.WeakKeyDictionary[DefaultSavePlanner, Plans]" = weakref.WeakKeyDictionary()
+
+
+def save_by_plans(
+    state: Any, writer: StorageWriter, planner: SavePlanner | None, comm: Comm, options: SaveOptions
+) -> Receipt:
+    """Save with a planner, a storage writer, or both; those of torch's own classes are adapted."""
+    from milepost.torch_border import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
+
+    state_dict = _opened(state)
+    writer, planner = adapted_writer(writer), adapted_save_planner(planner) or DefaultSavePlanner()
+    if type(planner) is DefaultSavePlanner and is_local(planner, writer) and planner.flatten_state_dict:
+        # Nothing is changed at all, so not even the keys need to be spelled.
+        return save_state(state, _store_of(writer), comm, _with(options, planner, writer))
+    if isinstance(planner, DefaultSavePlanner) and is_local(planner, writer):
+        return save_locally_planned(state_dict, writer, planner, comm, options)
+    metadata = save_planned(state_dict, writer, planner, comm)
+    size = 0
+    for saved in metadata.state_dict_metadata.values() if metadata is not None else ():
+        tensor = getattr(saved, "size", None)
+        size += tensor.numel() * saved.properties.dtype.itemsize if tensor is not None else 0  # type: ignore[union-attr]
+    generation = writer.generation if isinstance(writer, FileSystemWriter) else 0
+    return Receipt(place_of(writer), generation, "", comm.size, size)
+
+
+def load_by_plans(state: Any, reader: StorageReader, planner: LoadPlanner | None, comm: Comm) -> Any:
+    """Load with a planner, a storage reader, or both; those of torch's own classes are adapted. Gives the state back."""
+    from milepost.torch_border import adapted_load_planner, adapted_reader  # noqa: PLC0415  # slow to import
+
+    state_dict = _opened(state)
+    load_planned(state_dict, adapted_reader(reader), adapted_load_planner(planner) or DefaultLoadPlanner(), comm)
+    for key in list(state_dict):
+        if is_stateful(state.get(key)):
+            state[key].load_state_dict(state_dict[key])
+        else:
+            state[key] = state_dict[key]
+    return state
+
+
+def _opened(state: Any) -> dict[str, Any]:
+    """The state with the state dicts of stateful objects in their places."""
+    if not isinstance(state, Mapping):
+        raise InvalidRequest(f"planners work on a dict; put this {type(state).__name__} into one")
+    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
+
+
+def is_local(planner: DefaultSavePlanner, writer: StorageWriter) -> bool:
+    """Whether nothing about the plans of all ranks was changed: neither by the classes nor by options."""
+    default = _keeps(planner, DefaultSavePlanner, "create_global_plan", "finish_plan", "unless_unchanged")
+    steps = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
+    plain = isinstance(writer, FileSystemWriter) and _keeps(writer, FileSystemWriter, *steps) and not writer.extensions
+    return default and plain and not planner.dedup_save_to_lowest_rank
+
+
+def _keeps(value: object, base: type, *names: str) -> bool:
+    """Whether the class of a value has these methods as its base has them."""
+    return all(getattr(type(value), name) is getattr(base, name) for name in names)
+
+
+def save_locally_planned(
+    state_dict: dict[str, Any],
+    writer: FileSystemWriter | StorageWriter,
+    planner: DefaultSavePlanner,
+    comm: Comm,
+    options: SaveOptions,
+) -> Receipt:
+    """Save by the usual path what the planner's local plan says, with the keys that it spells."""
+    assert isinstance(writer, FileSystemWriter)
+
+    def describing() -> Described:
+        leads = comm.rank == comm.lead
+        set_up(planner.set_up_planner, state_dict, storage_meta=writer.storage_meta(), is_coordinator=leads)
+        return describe_planned(planner, comm, options)
+
+    return save_state(state_dict, writer.store, comm, _with(options, planner, writer), describing)
+
+
+def _store_of(writer: StorageWriter) -> Store:
+    assert isinstance(writer, FileSystemWriter)
+    return writer.store
+
+
+def _with(options: SaveOptions, planner: DefaultSavePlanner, writer: StorageWriter) -> SaveOptions:
+    """The options of the call, with what planner and writer were made with."""
+    assert isinstance(writer, FileSystemWriter)
+    options = replace(
+        options,
+        overwrite=options.overwrite and writer.overwrite,
+        metadata=options.metadata or writer.metadata,
+        transfer=writer.transfer,
+        progress=writer.progress,
+        codec=planner.codec,
+    )
+    return replace(options, plans=_plans.setdefault(planner, Plans())) if planner.enable_plan_caching else options
+
+
+def describe_planned(planner: DefaultSavePlanner, comm: Comm, options: SaveOptions) -> Described:
+    """What a planner's local plan says of this rank, as the usual path describes states."""
+    caching, planner.enable_plan_caching = planner.enable_plan_caching, False  # the whole plan, please
+    try:
+        plan = planner.create_local_plan()
+    finally:
+        planner.enable_plan_caching = caching
+    describer = Describer(comm, options.reduce_partial)
+    items: dict[str, list[WriteItem]] = {}
+    for item in plan.items:
+        items.setdefault(item.index.fqn, []).append(item)
+    tensors: dict[str, LocalTensor] = {}
+    values: list[Value] = []
+    for fqn, found in items.items():
+        if found[0].tensor_data is not None:
+            tensors[fqn] = _local(fqn, found, planner, describer, comm)
+            continue
+        data = planner.resolve_data(found[0])
+        if isinstance(data, ValueIO):
+            values.append(Value(fqn, data.encoded))
+        else:
+            tensors[fqn] = _bytes(fqn, data)
+    kinds: dict[str, Leaf] = {key: "tensor" if key in tensors else "value" for key in items}
+    known = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    nodes = nodes_of({key: tuple(known.get(key, (key,))) for key in items}, kinds)
+    rows = tuple(TensorRow(k, t.dtype, t.shape, t.kind, t.layout) for k, t in tensors.items())
+    table = Table(rows, nodes, tuple(values), ())
+    return Described(table, table.digest(), tensors, [], options.codec.encode(dict(options.metadata), "metadata"))
+
+
+def _bytes(fqn: str, data: Any) -> LocalTensor:
+    if not isinstance(data, io.BytesIO):
+        raise InvalidState(f"{fqn!r}: a planner gives bytes for what is not a tensor, not {type(data).__name__}")
+    raw = torch.frombuffer(bytearray(data.getvalue() or b"\0"), dtype=torch.uint8)[: len(data.getvalue())]
+    return LocalTensor("uint8", (len(raw),), "bytes", None, (Part(Box.whole((len(raw),)), raw),))
+
+
+def _held(value: Any, fqn: str, describer: Describer) -> LocalTensor | None:
+    """What the object behind a key says of itself, if it is a tensor on ranks that all take part in the call."""
+    if not isinstance(value, torch.Tensor):
+        return None
+    try:
+        return describer.describe(value, fqn)
+    except InvalidState:  # on other ranks too: its boxes are still those of the plan
+        return None
+
+
+def _local(
+    fqn: str, items: list[WriteItem], planner: DefaultSavePlanner, describer: Describer, comm: Comm
+) -> LocalTensor:
+    """The items of one tensor, with the layout of the object that they were made from where they still are its boxes."""
+    told = [item.tensor_data for item in items if item.tensor_data is not None]
+    if len(told) != len(items):
+        raise InvalidState(f"{fqn!r} is planned as a tensor and as bytes")
+    boxes, shape, dtype = [box_of(t.chunk) for t in told], tuple(told[0].size), told[0].properties.dtype
+    late: list[Any] = [Late(partial(resolved_tensor, planner, item)) for item in items]
+    parts = tuple(Part(box, data) for box, data in zip(boxes, late, strict=True))
+    layout = None
+    if items[0].type.name == "SHARD":
+        held = _held(planner.state_dict.get(fqn), fqn, describer)
+        same = held is not None and held.shape == shape and [p.box for p in held.parts] == boxes
+        layout = held.layout if held is not None and same else Boxes(tuple(Held(b, str(comm.rank)) for b in boxes))
+    return LocalTensor(dtype_name(dtype, fqn), shape, "tensor", layout, parts)

@@ -1,0 +1,50 @@
+"""The modules of torch.distributed.checkpoint with Milepost behind them: `import milepost.dcp as dcp`.
+
+Thin names for what is elsewhere in Milepost, or torch's own where they work with any storage. docs/dcp.md lists what
+differs.
+"""
+
+from milepost.dcp.api import CheckpointException
+from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
+from milepost.dcp.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from milepost.dcp.metadata import BytesStorageMetadata, ChunkStorageMetadata, Metadata, TensorStorageMetadata
+from milepost.dcp.optimizer import load_sharded_optimizer_state_dict
+from milepost.dcp.planner import LoadPlan, LoadPlanner, ReadItem, SavePlan, SavePlanner, WriteItem
+from milepost.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from milepost.dcp.state_dict_loader import load, load_state_dict
+from milepost.dcp.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
+from milepost.dcp.storage import StorageReader, StorageWriter
+from milepost.torch_border import MilepostReader, MilepostWriter
+
+__all__ = [
+    "AsyncCheckpointerType",
+    "BytesStorageMetadata",
+    "CheckpointException",
+    "ChunkStorageMetadata",
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "FileSystemReader",
+    "FileSystemWriter",
+    "HuggingFaceStorageReader",
+    "HuggingFaceStorageWriter",
+    "LoadPlan",
+    "LoadPlanner",
+    "Metadata",
+    "MilepostReader",
+    "MilepostWriter",
+    "QuantizedHuggingFaceStorageReader",
+    "ReadItem",
+    "SavePlan",
+    "SavePlanner",
+    "StorageReader",
+    "StorageWriter",
+    "TensorStorageMetadata",
+    "WriteItem",
+    "async_save",
+    "load",
+    "load_sharded_optimizer_state_dict",
+    "load_state_dict",
+    "save",
+    "save_state_dict",
+]

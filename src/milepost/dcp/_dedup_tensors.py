@@ -1,0 +1,10 @@
+"""What several ranks would write goes to the lowest of them."""
+
+from milepost.planning import SavePlan, dedup_save_plans
+
+__all__ = ["dedup_tensors"]
+
+
+def dedup_tensors(all_plans: list[SavePlan]) -> list[SavePlan]:
+    """The same plans without what a lower rank writes too."""
+    return dedup_save_plans(all_plans, save_to_lowest_rank=True)

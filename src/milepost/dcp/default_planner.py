@@ -1,0 +1,40 @@
+"""The planners that are used unless you bring your own, and the functions that they are made of."""
+
+import torch
+
+from milepost import planning
+from milepost.core.box import Box
+from milepost.planning import (
+    ChunkStorageMetadata,
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    EmptyStateDictLoadPlanner,
+    box_of,
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+)
+
+__all__ = [
+    "DefaultLoadPlanner",
+    "DefaultSavePlanner",
+    "create_default_global_load_plan",
+    "create_default_global_save_plan",
+    "create_default_local_load_plan",
+    "create_default_local_save_plan",
+]
+
+_EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
+_create_default_local_metadata = planning.create_default_local_metadata
+_validate_global_plan = planning.validate_global_plan
+
+
+def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:
+    return box_of(box0).intersect(box_of(box1)) is not None
+
+
+def _check_box_bounds(outer_box_size: torch.Size, inner_box: ChunkStorageMetadata) -> bool:
+    if any(n < 0 for n in (*inner_box.offsets, *inner_box.sizes)):
+        return False
+    return Box.whole(tuple(outer_box_size)).contains(box_of(inner_box))

@@ -1,0 +1,50 @@
+"""Checkpoints and files of `torch.save`: one made from the other."""
+
+import os
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
+
+from milepost.comm.base import Solo
+from milepost.converting import convert
+from milepost.planning import (
+    DefaultLoadPlanner,
+    Metadata,
+    TensorProperties,
+    TensorStorageMetadata,
+    create_chunk_list,
+)
+
+__all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
+
+
+class DynamicMetaLoadPlanner(DefaultLoadPlanner):
+    """A planner that takes the state itself for the metadata, for files that have none: `BroadcastingTorchSaveReader`."""
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Describe the state, which must hold nothing but tensors."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        other = [key for key, value in self.state_dict.items() if not isinstance(value, torch.Tensor)]
+        if other:
+            raise RuntimeError(
+                f"Non-tensor value identified at {', '.join(other)}. {type(self).__name__} only supports loading Tensors."
+            )
+        self.metadata = Metadata(
+            {
+                key: TensorStorageMetadata(TensorProperties(value.dtype), value.size(), create_chunk_list(value))
+                for key, value in self.state_dict.items()
+            }
+        )
+
+
+def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
+    """Make a file for `torch.load` from a checkpoint, in this process alone."""
+    convert(dcp_checkpoint_dir, torch_save_path, "torch", overwrite=True, process_group=Solo())
+
+
+def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
+    """Make a checkpoint from a file of `torch.save`, in this process alone. Nothing in the file is run."""
+    convert(torch_save_path, dcp_checkpoint_dir, "milepost", overwrite=True, process_group=Solo())

@@ -1,0 +1,29 @@
+"""What a checkpoint holds, as planners and storage see it."""
+
+import os
+
+from milepost.planning import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+__all__ = [
+    "STATE_DICT_TYPE",
+    "STORAGE_TYPES",
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+]
+
+CHECKPOINT_ID_TYPE = str | os.PathLike[str]

@@ -1,0 +1,26 @@
+"""Sharded optimizer states of FSDP1: torch's own function, with readers of this package too."""
+
+from typing import Any
+
+from torch.distributed.checkpoint import optimizer as theirs
+
+from milepost.filesystem import FileSystemReader
+from milepost.planning import LoadPlanner, StorageReader
+from milepost.torch_border import MilepostReader
+
+__all__ = ["load_sharded_optimizer_state_dict"]
+
+
+def load_sharded_optimizer_state_dict(
+    model_state_dict: dict[str, Any],
+    optimizer_key: str,
+    storage_reader: StorageReader,
+    planner: LoadPlanner | None = None,
+) -> dict[str, Any]:
+    """The optimizer's part of a checkpoint, as ShardedTensors cut like the model's. `planner` is one of torch's."""
+    reader: Any = storage_reader
+    if isinstance(reader, FileSystemReader):
+        reader = MilepostReader(reader.store)
+    for_torch: Any = planner
+    found: dict[str, Any] = theirs.load_sharded_optimizer_state_dict(model_state_dict, optimizer_key, reader, for_torch)
+    return found

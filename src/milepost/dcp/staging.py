@@ -1,0 +1,5 @@
+"""Copies of a state for saves in the background: torch's own stagers, which `async_save` of this package takes."""
+
+from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+
+__all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]

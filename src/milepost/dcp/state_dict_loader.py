@@ -1,0 +1,79 @@
+"""`load`."""
+
+import os
+from typing import TYPE_CHECKING, Any
+
+from milepost.dcp._storage_utils import storage_setup
+from milepost.dcp.calls import comm_of, load_with
+from milepost.dcp.state_dict_saver import taking_storage_second
+from milepost.planning import EmptyStateDictLoadPlanner, LoadPlanner, StorageReader
+from milepost.state import is_stateful
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["load", "load_state_dict"]
+
+
+def load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: "dist.ProcessGroup | None" = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    """`load` as it was called before, with the rank that decides; stateful objects are not opened."""
+    storage_reader.reset()
+    load_with(state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
+
+
+@taking_storage_second
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    planner: LoadPlanner | None = None,
+    process_group: "dist.ProcessGroup | None" = None,
+    no_dist: bool = False,
+) -> None:
+    """Load into the tensors of `state_dict`, replace its values, and give stateful objects their state.
+
+    What fails on any rank raises CheckpointException on all. Stateful objects are asked, and given, in the order of their
+    keys on every rank: what they do may be a collective.
+    """
+    reader = storage_setup(storage_reader, checkpoint_id, reader=True)
+    keys = sorted(state_dict, key=str)
+    flat = {k: state_dict[k].state_dict() if is_stateful(state_dict[k]) else state_dict[k] for k in keys}
+    load_with(flat, reader, planner, comm_of(process_group, no_dist))
+    for key in keys:
+        if is_stateful(state_dict[key]):
+            state_dict[key].load_state_dict(flat[key])
+        else:
+            state_dict[key] = flat[key]
+
+
+def _load_state_dict(
+    state_dict: dict[str, Any],
+    storage_reader: StorageReader,
+    process_group: "dist.ProcessGroup | None" = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: LoadPlanner | None = None,
+) -> None:
+    load_with(state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
+
+
+def _load_state_dict_from_keys(
+    keys: set[str] | str | None = None,
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: StorageReader | None = None,
+    process_group: "dist.ProcessGroup | None" = None,
+) -> dict[str, Any]:
+    """The checkpoint, or what stands below these keys, as a new state on the CPU."""
+    state: dict[str, Any] = {}
+    reader = storage_setup(storage_reader, checkpoint_id, reader=True)
+    load_with(state, reader, EmptyStateDictLoadPlanner(keys=keys), comm_of(process_group, no_dist=False))
+    return state

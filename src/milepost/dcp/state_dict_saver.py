@@ -1,0 +1,142 @@
+"""`save` and `async_save`."""
+
+import os
+import warnings
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
+
+from milepost.dcp._storage_utils import storage_setup
+from milepost.dcp.calls import comm_of, opened, save_with
+from milepost.dcp.channels import next_channel
+from milepost.planning import Metadata, SavePlanner, StorageWriter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+__all__ = ["AsyncCheckpointerType", "AsyncSaveResponse", "async_save", "save", "save_state_dict"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def taking_storage_second(function: Callable[P, R]) -> Callable[P, R]:
+    """The function, which also takes the storage as second argument, as DCP's older programs pass it."""
+    names = function.__kwdefaults__ or {}
+    name = "storage_writer" if "storage_writer" in names else "storage_reader"
+
+    @wraps(function)
+    def taking(*args: P.args, **kwargs: P.kwargs) -> R:
+        if len(args) == 2:
+            warnings.warn(f"pass {function.__name__}(..., {name}=...) by its name", stacklevel=2)
+            kwargs[name] = args[1]
+            args = args[:1]  # type: ignore[assignment]
+        return function(*args, **kwargs)
+
+    return taking
+
+
+def save_state_dict(
+    state_dict: dict[str, Any],
+    storage_writer: StorageWriter,
+    process_group: "dist.ProcessGroup | None" = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+) -> Metadata:
+    """`save` as it was called before, with the rank that decides; stateful objects are not opened."""
+    storage_writer.reset()
+    return save_with(state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
+
+
+@taking_storage_second
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: "dist.ProcessGroup | None" = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Save from every rank, or with `no_dist` from this process alone. Gives the metadata, on every rank.
+
+    Atomic and durable in Milepost's format, which is what `checkpoint_id` alone gives. What fails on any rank raises
+    CheckpointException on all. `use_collectives=False` changes nothing.
+    """
+    del use_collectives
+    writer = storage_setup(storage_writer, checkpoint_id, reader=False)
+    return save_with(opened(state_dict), writer, planner, comm_of(process_group, no_dist))
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: StorageWriter | None = None,
+    planner: SavePlanner | None = None,
+    process_group: "dist.ProcessGroup | None" = None,
+    async_checkpointer_type: AsyncCheckpointerType = AsyncCheckpointerType.THREAD,
+    async_stager: AsyncStager | None = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> "Future[Metadata] | AsyncSaveResponse":
+    """Copy the state, and save the copy in a thread. Gives a future of what `save` gives, or raises.
+
+    With a stager that copies in the background: both futures, `staging_completion` and `upload_completion`. Ranks meet
+    through the job's key-value store and not the process group, so training may use that meanwhile, and no CPU backend is
+    needed. `async_checkpointer_type` changes nothing: it is always a thread.
+    """
+    del use_collectives, async_checkpointer_type
+    # A name that all ranks give this call, as they make the same ones in the same order.
+    channel = "" if no_dist else next_channel(process_group)
+    comm = comm_of(process_group, no_dist, channel=channel)
+    own = async_stager is None and not isinstance(storage_writer, AsyncStager)
+    stager: Any = DefaultStager(StagingOptions(False, False, False, False)) if own else async_stager or storage_writer
+    staged = stager.stage(opened(state_dict))
+
+    def upload() -> Metadata:
+        state = staged.result() if isinstance(staged, Future) else staged
+        return save_with(state, storage_setup(storage_writer, checkpoint_id, reader=False), planner, comm)
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-async-save")
+    uploaded = executor.submit(upload)
+    executor.shutdown(wait=False)  # it ends when the save has
+    if own:
+        uploaded.add_done_callback(lambda _: stager.close())
+    if isinstance(staged, Future):
+        ready: Future[None] = Future()
+        staged.add_done_callback(partial(_pass_on, ready))
+        return AsyncSaveResponse(staging_completion=ready, upload_completion=uploaded)  # type: ignore[arg-type]
+    if stager.should_synchronize_after_execute:
+        stager.synchronize_staging()
+    return uploaded
+
+
+def _pass_on(ready: "Future[None]", staged: "Future[Any]") -> None:
+    error = staged.exception()
+    if error is None:
+        ready.set_result(None)
+    else:
+        ready.set_exception(error)
+
+
+_stateful_to_state_dict = opened
+
+
+def _save_state_dict(
+    state_dict: dict[str, Any],
+    storage_writer: StorageWriter,
+    process_group: "dist.ProcessGroup | None" = None,
+    coordinator_rank: int = 0,
+    no_dist: bool = False,
+    planner: SavePlanner | None = None,
+    use_collectives: bool = True,
+) -> Metadata:
+    del use_collectives
+    return save_with(state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))

@@ -1,0 +1,9 @@
+"""Objects that give their state as a dict and take it back."""
+
+from typing import TypeVar
+
+from milepost.state import Stateful
+
+__all__ = ["Stateful", "StatefulT"]
+
+StatefulT = TypeVar("StatefulT", bound=Stateful)

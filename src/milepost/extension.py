@@ -1,0 +1,163 @@
+"""Stream transforms: what is done to the bytes of each tensor before they are stored, and undone when they are read.
+
+A transform is named in the manifest, by a descriptor such as `stream.zstd/1`, and found again by that name in a registry.
+"""
+
+import abc
+import io
+from collections.abc import Sequence
+from importlib.util import find_spec
+from typing import IO, Any
+
+from milepost.errors import CheckpointDamaged, InvalidRequest, UnsupportedFormat
+
+_AT_ONCE_BYTES = 1 << 20
+
+
+class Extension(abc.ABC):
+    """Something that changes what is stored, with a name by which readers find it."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def registry_name() -> str:
+        """The name, without version: `stream.zstd`, or with a domain of your own: `rot13@example.org`."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def from_descriptor(version: str) -> "Extension":
+        """The extension that wrote with this version. Raises ValueError for versions that it cannot read."""
+
+    @abc.abstractmethod
+    def get_descriptor(self) -> str:
+        """What is recorded: `name/version`."""
+
+
+class StreamTransformExtension(Extension):
+    """A transform of a stream of bytes: compression, encryption."""
+
+    @abc.abstractmethod
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        """A stream that transforms what is written to it into `output`. Closing or flushing it ends the stream."""
+
+    @abc.abstractmethod
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002
+        """A stream that gives back what was written, reading from `input`."""
+
+
+class ZStandard(StreamTransformExtension):
+    """Compression by zstd. Needs the `zstandard` module."""
+
+    def __init__(self) -> None:
+        if not self.is_available():
+            raise InvalidRequest("ZStandard needs the module `zstandard`: pip install 'milepost[zstd]'")
+
+    @staticmethod
+    def is_available() -> bool:
+        """Whether the module is there."""
+        return find_spec("zstandard") is not None
+
+    @staticmethod
+    def registry_name() -> str:
+        """`stream.zstd`."""
+        return "stream.zstd"
+
+    @staticmethod
+    def from_descriptor(version: str) -> "ZStandard":
+        """Any version 1."""
+        if version.partition(".")[0] != "1":
+            raise ValueError(f"Unknown extension version={version!r}")
+        return ZStandard()
+
+    def get_descriptor(self) -> str:
+        """`stream.zstd/1`."""
+        return f"{self.registry_name()}/1"
+
+    def transform_to(self, output: IO[bytes]) -> IO[bytes]:
+        """Compress."""
+        import zstandard  # noqa: PLC0415
+
+        stream: Any = zstandard.ZstdCompressor().stream_writer(output, closefd=False)
+        return stream  # type: ignore[no-any-return]
+
+    def transform_from(self, input: IO[bytes]) -> IO[bytes]:  # noqa: A002
+        """Decompress."""
+        import zstandard  # noqa: PLC0415
+
+        stream: Any = zstandard.ZstdDecompressor().stream_reader(input, closefd=False)
+        return stream  # type: ignore[no-any-return]
+
+
+class ExtensionRegistry:
+    """Extensions by name."""
+
+    def __init__(self) -> None:
+        self.extensions: dict[str, type[Extension]] = {ZStandard.registry_name(): ZStandard}
+
+    def register(self, cls: type[Extension]) -> None:
+        """Make an extension known to readers."""
+        self.extensions[cls.registry_name()] = cls
+
+    def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]:
+        """The extensions that wrote with these descriptors, in order. Raises ValueError for a name that is not known."""
+        found = []
+        for descriptor in descriptors:
+            name, _, version = descriptor.partition("/")
+            if name not in self.extensions:
+                raise ValueError(f"Unknown extension name={name!r}")
+            found.append(self.extensions[name].from_descriptor(version))
+        return found
+
+
+REGISTRY = ExtensionRegistry()
+"""Where `load` and `open` look; `milepost.register_extension` adds to it."""
+
+
+def register_extension(cls: type[Extension]) -> None:
+    """Make a stream transform of yours known to every later load of this process."""
+    REGISTRY.register(cls)
+
+
+def transformed(data: Sequence[memoryview], extensions: Sequence[StreamTransformExtension]) -> bytes:
+    """The bytes as they are stored: the first extension is applied first."""
+    out = io.BytesIO()
+    streams: list[IO[bytes]] = [out]
+    for extension in reversed(extensions):
+        streams.append(extension.transform_to(streams[-1]))
+    for view in data:
+        for start in range(0, len(view), _AT_ONCE_BYTES):
+            streams[-1].write(view[start : start + _AT_ONCE_BYTES])
+    for stream in reversed(streams[1:]):
+        stream.flush()
+        if not isinstance(stream, io.BytesIO):
+            stream.close()
+    return out.getvalue()
+
+
+def restored(
+    stored: bytes, descriptors: Sequence[str], size_bytes: int, what: str, registry: ExtensionRegistry
+) -> bytes:
+    """The bytes as they were: exactly `size_bytes` of them, or CheckpointDamaged."""
+    try:
+        extensions = registry.from_descriptor_list(descriptors)
+    except ValueError as error:
+        raise UnsupportedFormat(
+            f"{what} was stored with {', '.join(descriptors)}: {error}. Register it first."
+        ) from None
+    stream: IO[bytes] = io.BytesIO(stored)
+    for extension in reversed(extensions):
+        if not isinstance(extension, StreamTransformExtension):
+            raise UnsupportedFormat(
+                f"{what} was stored with {extension.get_descriptor()}, which is no stream transform"
+            )
+        stream = extension.transform_from(stream)
+    found = bytearray()
+    try:
+        while len(found) <= size_bytes and (piece := stream.read(_AT_ONCE_BYTES)):
+            found += piece
+    except Exception as error:
+        raise CheckpointDamaged(f"{what} cannot be restored by {', '.join(descriptors)}: {error}") from error
+    if len(found) != size_bytes:
+        raise CheckpointDamaged(
+            f"{what} is not {size_bytes} bytes after {', '.join(descriptors)}; was it another transform?"
+        )
+    return bytes(found)

@@ -1,0 +1,1 @@
+"""Other formats: what they hold, read as a checkpoint or written from one."""

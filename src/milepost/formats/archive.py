@@ -1,0 +1,164 @@
+"""The archives of `torch.save`: zip files whose records are stored, not compressed. Found by their central directory.
+
+Only positions are worked out here; nothing is extracted, and every position is checked against the archive's bounds.
+"""
+
+import struct
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from milepost.core.limits import KIB, MIB
+from milepost.errors import CheckpointDamaged, UnsupportedFormat
+from milepost.store import Reader
+
+Read = Callable[[int, int], bytes]
+MAX_PICKLE_BYTES = 256 * MIB
+_MAX_DIRECTORY_BYTES = 256 * MIB
+_TAIL_BYTES = 1024
+_WINDOW_BYTES = 16 * KIB
+_END = struct.Struct("<4s4H2LH")
+_END64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR = struct.Struct("<4sLQL")
+_CENTRAL = struct.Struct("<4s4B4HL2L5H2L")
+_LOCAL = struct.Struct("<4s2B4HL2L2H")
+_FULL = 0xFFFFFFFF
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """One record of an archive: where its local header is, its size, and the CRC-32 of its bytes (0: not known)."""
+
+    header_at: int
+    size_bytes: int
+    crc: int
+
+
+class Window:
+    """Small reads of one object, through a window of a few pages: what lies together is read together."""
+
+    def __init__(self, reader: Reader) -> None:
+        self._reader = reader
+        self._kept = (0, b"")  # one object, so that threads see both or neither
+
+    def __call__(self, start: int, length: int) -> bytes:
+        """Bytes start..start+length; the caller has checked that they are there."""
+        first, data = self._kept
+        at = start - first
+        if at < 0 or at + length > len(data):
+            size = min(max(length, _WINDOW_BYTES), self._reader.size_bytes - start)
+            buffer = bytearray(size)
+            self._reader.read(start, [memoryview(buffer)])
+            if length > _WINDOW_BYTES:
+                return bytes(buffer)
+            data, at = bytes(buffer), 0
+            self._kept = (start, data)
+        return data[at : at + length]
+
+
+class Archive:
+    """A zip archive in bytes start..start+length of something. Raises CheckpointDamaged, naming `what`."""
+
+    def __init__(self, read: Read, start: int, length: int, what: str) -> None:
+        self._read, self._start, self._length, self._what = read, start, length, what
+        self._directory_at, directory_bytes, count = self._find_directory()
+        if directory_bytes > _MAX_DIRECTORY_BYTES or self._directory_at + directory_bytes > length:
+            raise self._damaged("its directory lies outside of it")
+        self.records = self._read_directory(self._bytes(self._directory_at, directory_bytes), count)
+        self.prefix = self._find_prefix()
+
+    def _damaged(self, why: str) -> CheckpointDamaged:
+        return CheckpointDamaged(f"{self._what} is not a whole torch.save archive: {why}")
+
+    def _bytes(self, at: int, length: int) -> bytes:
+        if at < 0 or length < 0 or at + length > self._length:
+            raise self._damaged("it is too short")
+        return self._read(self._start + at, length)
+
+    def _find_directory(self) -> tuple[int, int, int]:
+        """Where the central directory is, how long, and how many records it lists."""
+        if self._length < _END.size:
+            raise self._damaged("it is too short")
+        tail_at = max(self._length - _TAIL_BYTES, 0)
+        tail = self._bytes(tail_at, self._length - tail_at)
+        mark, _, _, _, count, size, at, comment = _END.unpack_from(tail, len(tail) - _END.size)
+        if mark != b"PK\5\6" or comment:
+            raise self._damaged("its end is missing")
+        if count == 0xFFFF or _FULL in (size, at):
+            before = len(tail) - _END.size - _LOCATOR.size
+            if before < 0:
+                raise self._damaged("its end is missing")
+            mark, _, where, _ = _LOCATOR.unpack_from(tail, before)
+            record = _END64.unpack(self._bytes(where, _END64.size))
+            if mark != b"PK\6\7" or record[0] != b"PK\6\6":
+                raise self._damaged("its end is damaged")
+            count, size, at = record[7], record[8], record[9]
+        return at, size, count
+
+    def _read_directory(self, data: bytes, count: int) -> dict[str, Stored]:
+        records: dict[str, Stored] = {}
+        at = 0
+        for _ in range(min(count, len(data) // _CENTRAL.size)):
+            if at + _CENTRAL.size > len(data):
+                raise self._damaged("its directory is too short")
+            fields = _CENTRAL.unpack_from(data, at)
+            mark, flags, method, crc, packed, size = fields[0], fields[5], fields[6], fields[9], fields[10], fields[11]
+            name_bytes, extra_bytes, comment_bytes, header_at = fields[12], fields[13], fields[14], fields[18]
+            at += _CENTRAL.size
+            name = data[at : at + name_bytes].decode("utf-8", "replace")
+            extra = data[at + name_bytes : at + name_bytes + extra_bytes]
+            at += name_bytes + extra_bytes + comment_bytes
+            if mark != b"PK\1\2" or name in records:
+                raise self._damaged("its directory is damaged")
+            if method != 0 or flags & 1:
+                raise UnsupportedFormat(
+                    f"{self._what} holds {name[:200]!r} compressed or encrypted, as torch never does"
+                )
+            size, packed, header_at = _wide(extra, [size, packed, header_at])
+            if size != packed or header_at + size > self._directory_at:
+                raise self._damaged(f"its record {name[:200]!r} has no possible size")
+            records[name] = Stored(header_at, size, crc)
+        if len(records) != count or at != len(data):
+            raise self._damaged("its directory is damaged")
+        return records
+
+    def _find_prefix(self) -> str:
+        names = [name for name in self.records if name.endswith("/data.pkl") and name.count("/") == 1]
+        if len(names) != 1:
+            raise UnsupportedFormat(f"{self._what} is a zip archive, but not one of torch.save: it has no data.pkl")
+        prefix = names[0].removesuffix("data.pkl")
+        if f"{prefix}constants.pkl" in self.records:
+            raise UnsupportedFormat(f"{self._what} is a TorchScript program, not data")
+        order = self.records.get(f"{prefix}byteorder")
+        if order is not None and order.size_bytes < 16 and self.read(f"{prefix}byteorder") != b"little":
+            raise UnsupportedFormat(f"{self._what} was saved on a big-endian machine")
+        return prefix
+
+    def place(self, name: str) -> tuple[int, Stored]:
+        """Where the bytes of a record start, counted like `start`, and the record."""
+        record = self.records.get(name)
+        if record is None:
+            raise self._damaged(f"its record {name[:200]!r} is missing")
+        header = _LOCAL.unpack(self._bytes(record.header_at, _LOCAL.size))
+        at = record.header_at + _LOCAL.size + header[-2] + header[-1]
+        if header[0] != b"PK\3\4" or at + record.size_bytes > self._directory_at:
+            raise self._damaged(f"its record {name[:200]!r} is not where it should be")
+        return self._start + at, record
+
+    def read(self, name: str) -> bytes:
+        """The bytes of a small record."""
+        at, record = self.place(name)
+        if record.size_bytes > MAX_PICKLE_BYTES:
+            raise UnsupportedFormat(f"{self._what} has a record {name[:200]!r} of {record.size_bytes} bytes")
+        return self._bytes(at - self._start, record.size_bytes)
+
+
+def _wide(extra: bytes, values: list[int]) -> list[int]:
+    """The values, those that did not fit 32 bits replaced by what the extra field has for them."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, size = struct.unpack_from("<HH", extra, at)
+        if kind == 1:
+            wide = iter(struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4))
+            return [next(wide, value) if value == _FULL else value for value in values]
+        at += 4 + size
+    return values

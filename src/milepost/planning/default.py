@@ -1,0 +1,371 @@
+"""The planners that are used unless you bring your own. Made to be extended: most extensions override one method."""
+
+import dataclasses
+import io
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+
+from milepost.errors import InvalidRequest
+from milepost.planning.carried import ValueIO, pack_value, unpack_value
+from milepost.planning.flatten import FLATTEN_MAPPING, Era, flatten_state_dict, set_element
+from milepost.planning.items import describer_of_job, find_state_dict_object, init_state_dict
+from milepost.planning.plans import (
+    compare_save_plans,
+    conflicts,
+    contains_usable_plan,
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_save_plan,
+    dedup_save_plans,
+    fingerprint,
+    merge_delta_local_plans,
+    merged_planner_data,
+    renewed,
+    validate_global_plan,
+)
+from milepost.planning.protocol import LoadPlanner, SavePlanner
+from milepost.planning.records import (
+    STATE_DICT_TYPE,
+    STORAGE_TYPES,
+    LoadPlan,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    StorageMeta,
+    TensorStorageMetadata,
+    WriteItem,
+    WriteItemType,
+)
+from milepost.tensors import Describer, dtype_name, is_sharded_tensor, new_tensor
+from milepost.values import Codec
+
+_SHOWN_CHARACTERS = 2000
+
+
+@dataclasses.dataclass
+class _Kept:
+    """What a planner remembers from a save: on every rank its own plans, on the coordinator those of all."""
+
+    sent: tuple[Any, ...] | None = None
+    final: SavePlan | None = None
+    all_plans: list[SavePlan] = dataclasses.field(default_factory=list)
+    global_plan: list[SavePlan] = dataclasses.field(default_factory=list)
+    metadata: Metadata | None = None
+
+
+class DefaultSavePlanner(SavePlanner):
+    """Writes every tensor once and every value once, from nested states.
+
+    To change what is written, override `set_up_planner` (rename), `create_local_plan`, `create_global_plan` (move work
+    between ranks), `lookup_object` or `transform_object` (another precision).
+
+    `flatten_state_dict`: open nested dicts and lists; without it each top-level value that is no tensor is one value.
+    `flatten_sharded_tensors`: replace a ShardedTensor whose only local shard is a ShardedTensor by that.
+    `dedup_save_to_lowest_rank`: what several ranks hold is written by the lowest, not by the one with the least to do.
+    `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
+    `types`, `allow_pickle`: as for `milepost.save`, for values.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        dedup_replicated_tensors: bool | None = None,
+        dedup_save_to_lowest_rank: bool = False,
+        enable_plan_caching: bool = False,
+        *,
+        types: Iterable[type] = (),
+        allow_pickle: bool = False,
+    ) -> None:
+        del dedup_replicated_tensors  # without effect, here as in DCP
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
+        self.enable_plan_caching = enable_plan_caching
+        self.codec = Codec(types, allow_pickle)
+        self.mappings: FLATTEN_MAPPING = {}
+        self.state_dict: STATE_DICT_TYPE = {}
+        self.is_coordinator = False
+        self._describer: Describer | None = None
+        self._last: _Kept | None = None
+        self._now = _Kept()
+        self._finished = False
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Flatten the state."""
+        del storage_meta
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict)
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict, self.is_coordinator = state_dict, is_coordinator
+        self._describer = describer_of_job()
+        # A save that did not come as far as finish_plan on this rank leaves nothing to go back to: what the coordinator
+        # remembers of it may be more.
+        self._last = self._now if self._finished else None
+        self._now, self._finished = _Kept(), False
+
+    def create_local_plan(self) -> SavePlan:
+        """An item for each value, and for each box of each tensor."""
+        plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
+        if self.flatten_state_dict:
+            plan = dataclasses.replace(plan, planner_data=self.mappings)
+        # A class that changes the plan afterwards decides by that whether anything changed: whoever sends it asks.
+        overridden = type(self).create_local_plan is not DefaultSavePlanner.create_local_plan
+        return plan if overridden else self.unless_unchanged(plan)
+
+    def unless_unchanged(self, plan: SavePlan) -> SavePlan:
+        """The plan to send: with caching, an empty one that stands for the last one where nothing changed."""
+        if not self.enable_plan_caching or not plan.usable:
+            return plan
+        self._now.sent = (fingerprint(plan), plan.planner_data)
+        if self._last is not None and self._last.sent == self._now.sent:
+            return SavePlan([], usable=False)
+        return plan
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Remove what is double, describe what is left, and check it. Raises ValueError with all that is wrong."""
+        last, now = self._last or _Kept(), self._now
+        unchanged = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
+        if unchanged and len(last.all_plans) != len(all_plans):
+            raise InvalidRequest(
+                f"ranks {unchanged} say that their plans are those of an earlier save, which the coordinator's planner was "
+                "not part of. Give every rank a new planner, or none."
+            )
+        if not self.enable_plan_caching:
+            return self._global_plan(all_plans)
+        merged = merge_delta_local_plans(last.all_plans, all_plans) if unchanged else list(all_plans)
+        if last.metadata is not None and not contains_usable_plan(all_plans):
+            plans, metadata = last.global_plan, last.metadata
+        else:
+            plans, metadata = self._global_plan(merged)
+        now.all_plans, now.global_plan, now.metadata = merged, plans, metadata
+        sent = [
+            plan if new.usable or not compare_save_plans(plan, old) else _unchanged(new)
+            for plan, new, old in zip(plans, all_plans, last.global_plan if unchanged else plans, strict=True)
+        ]
+        return sent, dataclasses.replace(metadata)  # a copy: storage adds what it knows of this save
+
+    def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        _refuse(conflicts(all_plans))  # before one of two is taken for a copy of the other
+        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
+        if self.flatten_state_dict:
+            metadata = dataclasses.replace(metadata, planner_data=merged_planner_data(all_plans))
+        _refuse(validate_global_plan(plans, metadata))
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The final plan; with caching, that of the last save where nothing changed."""
+        if not self.enable_plan_caching:
+            return new_plan
+        if not new_plan.usable:
+            if self._last is None or self._last.final is None:
+                raise InvalidRequest("this rank was told to use its last plan, and has none")
+            new_plan = renewed(self._last.final, new_plan)
+        self._now.final, self._finished = new_plan, True
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """The data of an item: looked up, and transformed."""
+        found: torch.Tensor | io.BytesIO = self.transform_object(write_item, self.lookup_object(write_item.index))
+        return found
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What an index names in the flat state: a value, or this rank's memory of a tensor or box."""
+        return find_state_dict_object(self.state_dict, index, self._describer)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
+        """A tensor as it is; anything else as bytes."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            return pack_value(object, self.codec, write_item.index.fqn)
+        return object
+
+
+def _unchanged(plan: SavePlan) -> SavePlan:
+    return SavePlan([], storage_data=plan.storage_data, usable=False)
+
+
+def _refuse(errors: list[str]) -> None:
+    if errors:
+        shown = "; ".join(errors)
+        cut = "... (truncated)" if len(shown) > _SHOWN_CHARACTERS else ""
+        raise ValueError(f"Failed to validate global plan: {shown[:_SHOWN_CHARACTERS]}{cut}")
+
+
+class DefaultLoadPlanner(LoadPlanner):
+    """Fills a nested state in place, box by box.
+
+    To change what is read, override `set_up_planner` (rename), `lookup_tensor` or `transform_tensor`.
+
+    `flatten_state_dict`, `flatten_sharded_tensors`, `types`, `allow_pickle`: as for the save.
+    `allow_partial_load`: leave what the checkpoint lacks as it is, instead of raising RuntimeError.
+    """
+
+    def __init__(
+        self,
+        flatten_state_dict: bool = True,
+        flatten_sharded_tensors: bool = True,
+        allow_partial_load: bool = False,
+        *,
+        types: Iterable[type] = (),
+        allow_pickle: bool = False,
+    ) -> None:
+        self.flatten_state_dict = flatten_state_dict
+        self.flatten_sharded_tensors = flatten_sharded_tensors
+        self.allow_partial_load = allow_partial_load
+        self.codec = Codec(types, allow_pickle)
+        self.original_state_dict: STATE_DICT_TYPE = {}
+        self.mappings: FLATTEN_MAPPING = {}
+        self.state_dict: STATE_DICT_TYPE = {}
+        self.metadata: Metadata | None = None
+        self.is_coordinator = False
+        self._describer: Describer | None = None
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Give memory to what is on the meta device, and flatten the state."""
+        init_state_dict(state_dict)
+        self._describer = describer_of_job()
+        self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+        self._flatten("now")
+
+    def _flatten(self, era: Era) -> None:
+        state_dict = self.original_state_dict
+        if self.flatten_state_dict:
+            state_dict, self.mappings = flatten_state_dict(state_dict, era)
+        if self.flatten_sharded_tensors:
+            state_dict = flatten_sharded_tensors(state_dict)
+        self.state_dict = state_dict
+
+    def create_local_plan(self) -> LoadPlan:
+        """The reads by overlap of boxes. Keys that torch spelled otherwise, in 2.3 or with tuples, are found too."""
+        if self.metadata is None:
+            raise InvalidRequest("a load planner needs the metadata of the checkpoint")
+        if self.flatten_state_dict:
+            self._flatten_as_saved(set(self.metadata.state_dict_metadata))
+        return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
+
+    def _flatten_as_saved(self, saved: set[str]) -> None:
+        """Take the spelling that the checkpoint has most of, where today's does not fit."""
+        if set(self.state_dict) <= saved:
+            return
+        flat = {era: set(flatten_state_dict(self.original_state_dict, era)[0]) for era in _ERAS}
+        best = max(_ERAS, key=lambda era: (flat[era] <= saved, len(flat[era] & saved) - len(flat[era] - saved)))
+        # Whoever changed the flat state did that to today's spelling.
+        if best != "now" and set(self.state_dict) == flat["now"]:
+            self._flatten(best)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """The same plans."""
+        return create_default_global_load_plan(global_plan)
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """The same plan."""
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Decode a value and set it where it stands in the state."""
+        fqn = read_item.dest_index.fqn
+        raw = isinstance(self.state_dict.get(fqn), io.BytesIO) and not isinstance(value, ValueIO)
+        decoded = io.BytesIO(value.getvalue()) if raw else unpack_value(value, self.codec, fqn)
+        self.state_dict[fqn] = decoded
+        if self.flatten_state_dict:
+            set_element(self.original_state_dict, self.mappings[fqn], decoded)
+        elif self.original_state_dict is not self.state_dict:
+            self.original_state_dict[fqn] = decoded
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """The memory of the box."""
+        return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Nothing to do: the data is in the state's own memory."""
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """The memory, on this rank, of a tensor or box."""
+        found: torch.Tensor = find_state_dict_object(self.state_dict, index, self._describer)
+        return found
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that an item fills."""
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+
+_ERAS: tuple[Era, ...] = ("now", "milepost", "2.4", "2.3")
+
+
+class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
+    """Rebuilds the state from the metadata into an empty dict, on the CPU; `keys` selects keys, or all below a name.
+
+    Raises RuntimeError for `keys` that select nothing, unless `allow_partial_load` is set.
+    """
+
+    def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.keys = None if keys is None else {keys} if isinstance(keys, str) else set(keys)
+
+    def set_up_planner(
+        self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        """Make an empty tensor or slot for each selected key."""
+        if state_dict:
+            raise InvalidRequest("this planner fills an empty dict")
+        if metadata is None:
+            raise InvalidRequest("a load planner needs the metadata of the checkpoint")
+        paths = metadata.planner_data if self.flatten_state_dict and isinstance(metadata.planner_data, dict) else {}
+        slots = {key: _empty(key, saved) for key, saved in self._selected(metadata).items()}
+        # The metadata's own spelling, whatever these containers would be called today.
+        self.mappings = {key: tuple(paths.get(key, ())) or (key,) for key in slots}
+        for key, slot in slots.items():
+            set_element(state_dict, self.mappings[key], slot)
+        self.original_state_dict, self.state_dict = state_dict, slots
+        self.metadata, self.is_coordinator = metadata, is_coordinator
+
+    def _selected(self, metadata: Metadata) -> dict[str, STORAGE_TYPES]:
+        known = metadata.state_dict_metadata
+        if self.keys is None:
+            return dict(known)
+        chosen = {key: self.keys & set(_names_above(key)) for key in known}
+        missing = sorted(self.keys.difference(*chosen.values()))
+        if missing and not self.allow_partial_load:
+            raise RuntimeError(f"Missing key in checkpoint state_dict: {', '.join(missing)}.")
+        return {key: saved for key, saved in known.items() if chosen[key]}
+
+
+def _names_above(key: str) -> list[str]:
+    """The key itself, and every name that it stands below."""
+    steps = key.split(".")
+    return [".".join(steps[: n + 1]) for n in range(len(steps))]
+
+
+def _empty(key: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    return new_tensor(dtype_name(saved.properties.dtype, key), tuple(saved.size))
+
+
+def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    """The state with each ShardedTensor that only wraps another sharded tensor replaced by that one.
+
+    FSDP1 over tensor parallelism makes those: one local shard, which is itself a ShardedTensor.
+    """
+    return {key: _unwrapped(value) for key, value in state_dict.items()}
+
+
+def _unwrapped(value: Any) -> Any:
+    if not is_sharded_tensor(value) or len(value.local_shards()) != 1:
+        return value
+    from torch.distributed.checkpoint._sharded_tensor_utils import (  # noqa: PLC0415
+        _flatten_sharded_tensors,
+    )
+
+    return _flatten_sharded_tensors({"it": value})["it"]

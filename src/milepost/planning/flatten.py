@@ -1,0 +1,155 @@
+"""Nested state dicts as flat ones, with the key layout that DCP's users know: names joined by dots.
+
+A path has a string for each step into a mapping and a number for each step into a list. Keys of a mapping that are not
+strings are spelled; `set_element` and `get_element` find them again by their spelling, so `{0: ...}` gets its values back
+under 0 and not under "0".
+"""
+
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+from milepost.tensors import Sharded
+
+PATH_ITEM = str | int
+OBJ_PATH = tuple[PATH_ITEM, ...]
+FLATTEN_MAPPING = dict[str, OBJ_PATH]
+Era = Literal["now", "milepost", "2.4", "2.3"]
+"""Whose rules: today's open tuples, and what holds arrays or `Sharded`; saves of Milepost without a planner only lists that
+hold tensors, at any depth; torch from 2.4 on keeps tuples and such closed; older ones also mappings without tensors."""
+
+Visitor = Callable[[OBJ_PATH, Any], None]
+
+
+_MAX_LIST = 2**24  # a list in a state; a path that says more comes from damaged or forged metadata
+
+
+def _is_torch_tensor(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _is_any_tensor(value: Any) -> bool:
+    return isinstance(value, (torch.Tensor, np.ndarray, Sharded))
+
+
+def flatten_state_dict(state_dict: Mapping[Any, Any], era: Era = "now") -> tuple[dict[str, Any], FLATTEN_MAPPING]:
+    """The state as one flat dict, and for each of its keys the path to where it stood. Raises ValueError for equal keys."""
+    flat: dict[str, Any] = {}
+    paths: FLATTEN_MAPPING = {}
+
+    def visit(path: OBJ_PATH, value: Any) -> None:
+        key = ".".join(map(str, path))
+        if key in flat:
+            raise ValueError(f"duplicated flatten key {key}: {paths[key]} and {path} are spelled alike")
+        flat[key], paths[key] = value, path
+
+    traverse_state_dict(state_dict, visit, _is_torch_tensor if era[0] == "2" else _is_any_tensor, era=era)
+    return flat, paths
+
+
+def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
+    """The nested state whose flat form this is."""
+    nested: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        set_element(nested, mapping[key], value)
+    return nested
+
+
+def traverse_state_dict(
+    state_dict: Mapping[Any, Any],
+    visitor: Visitor,
+    keep_traversing: Callable[[Any], bool] | None = _is_torch_tensor,
+    *,
+    era: Era = "now",
+) -> None:
+    """Call the visitor with each leaf. Lists without mappings, and without what `keep_traversing` wants, are one leaf."""
+    sequences = (list,) if era[0] == "2" else (list, tuple)
+
+    def opens(value: Any) -> bool:
+        """Whether a container is entered."""
+        if isinstance(value, Mapping):
+            return era != "2.3" or any(wanted(item) for item in value.values())
+        return isinstance(value, sequences) and any(wanted(item) for item in value)
+
+    def wanted(item: Any) -> bool:
+        if era == "milepost" and isinstance(item, Mapping):
+            return any(wanted(inner) for inner in item.values())
+        return opens(item) or (keep_traversing is not None and keep_traversing(item))
+
+    def walk(path: OBJ_PATH, value: Any) -> None:
+        if not opens(value):
+            visitor(path, value)
+        elif isinstance(value, Mapping):
+            for key, child in value.items():
+                walk((*path, str(key)), child)
+        else:
+            for i, child in enumerate(value):
+                walk((*path, i), child)
+
+    for key, value in state_dict.items():
+        walk((str(key),), value)
+
+
+def set_element(root: MutableMapping[Any, Any], path: OBJ_PATH, value: Any) -> None:
+    """Set what stands at `path`, making the dicts and lists that are not there. Tuples on the way are replaced.
+
+    Raises KeyError where something stands on the way that cannot hold the rest of the path.
+    """
+    _set(root, path, value)
+
+
+def _set(container: Any, path: OBJ_PATH, value: Any) -> Any:
+    """The container with `value` at `path`: the same object, unless it is a tuple."""
+    step, rest = path[0], path[1:]
+    if isinstance(container, Mapping):
+        step = _key_in(container, step)
+        known: Any = container.get(step)
+    else:
+        if not isinstance(container, (list, tuple)) or not isinstance(step, int) or not 0 <= step < _MAX_LIST:
+            raise KeyError(f"a {type(container).__name__} cannot hold {step!r}, the rest of a path")
+        if isinstance(container, tuple):
+            return tuple_like(container, _set(list(container), path, value))
+        container.extend([None] * (step + 1 - len(container)))
+        known = container[step]
+    if rest:
+        if known is None:
+            known = {} if isinstance(rest[0], str) else []
+        value = _set(known, rest, value)
+    container[step] = value
+    return container
+
+
+def tuple_like(model: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
+    """A tuple of these items; a named one where the model is."""
+    make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(model), "_make", tuple)
+    return make(items)
+
+
+def get_element(root: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
+    """What stands at `path`, or the default where there is nothing."""
+    found: Any = root
+    for step in path:
+        if isinstance(found, Mapping):
+            key = _key_in(found, step)
+            if key not in found:
+                return default_value
+            found = found[key]
+        elif isinstance(found, (list, tuple)) and isinstance(step, int) and 0 <= step < len(found):
+            found = found[step]
+        else:
+            return default_value
+    return found
+
+
+def _key_in(container: Mapping[Any, Any], step: PATH_ITEM) -> Any:
+    """The key of a mapping that is spelled like a step of a path."""
+    if step in container:
+        return step
+    # Numbers first: an optimizer has thousands of them.
+    if isinstance(step, str) and len(step) < 20 and step.isascii() and step.isdigit():
+        number = int(step)
+        if str(number) == step and number in container:
+            return number
+    return next((key for key in container if not isinstance(key, str) and str(key) == str(step)), step)

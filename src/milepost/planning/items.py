@@ -1,0 +1,364 @@
+"""From objects of a state to items of a plan: what to write for each, and what to read by overlap of boxes."""
+
+import io
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from milepost.comm.base import Solo
+from milepost.core.box import Box
+from milepost.errors import InvalidState
+from milepost.planning import border
+from milepost.planning.flatten import tuple_like
+from milepost.planning.records import (
+    STORAGE_TYPES,
+    BytesIOWriteData,
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    LoadItemType,
+    MetadataIndex,
+    ReadItem,
+    TensorProperties,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from milepost.tensors import (
+    Describer,
+    LocalTensor,
+    Part,
+    Sharded,
+    dtype_name,
+    from_numpy,
+    is_sharded_tensor,
+    materialise,
+    new_tensor,
+)
+
+
+class _Job(Solo):
+    """The ranks of the whole job, for describing what this one holds. Nobody meets here."""
+
+    def __init__(self) -> None:
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+
+    def index_of(self, global_rank: int) -> int | None:
+        return global_rank
+
+
+def describer_of_job() -> Describer:
+    """What tells this rank's boxes of tensors. Keep one for many tensors: it works out each kind of cut once."""
+    return Describer(_Job())
+
+
+def local_tensor(value: Any, fqn: str, describer: Describer | None = None) -> LocalTensor:
+    """What this rank holds of a tensor, box by box: several boxes where a mesh cuts a dimension in strides."""
+    return (describer or describer_of_job()).describe(value, fqn)
+
+
+def is_distributed(value: Any) -> bool:
+    """Whether ranks hold different parts of this tensor."""
+    return isinstance(value, (DTensor, Sharded)) or is_sharded_tensor(value)
+
+
+# Writing
+
+
+def create_write_items(fqn: str, value: Any, describer: Describer | None = None) -> list[WriteItem]:
+    """What to write for an object: one item for a tensor or bytes, one for each box of a sharded tensor.
+
+    Other tensor types say it by themselves, by torch's `__create_write_items__`.
+    """
+    if is_distributed(value):
+        return create_write_items_for_shards(fqn, value, describer)
+    if hasattr(value, "__create_write_items__"):
+        return [border.write_item(item) for item in value.__create_write_items__(fqn, value)]
+    if isinstance(value, np.ndarray):
+        value = from_numpy(value, fqn)
+    if isinstance(value, torch.Tensor):
+        return [create_write_item_for_tensor(fqn, value)]
+    return [create_write_item_for_bytesio(fqn, value)]
+
+
+def create_write_items_for_shards(fqn: str, value: Any, describer: Describer | None = None) -> list[WriteItem]:
+    """An item for each box that this rank holds of a DTensor, ShardedTensor or Sharded; none for boxes without elements.
+
+    Of a tensor without elements every rank holds the whole: else nobody would write that there is one.
+    """
+    local = local_tensor(value, fqn, describer)
+    return [_shard(fqn, part, torch.Size(local.shape)) for part in _solid(local)]
+
+
+def _solid(local: LocalTensor) -> tuple[Part, ...]:
+    """The parts that have elements: an empty one may start where another does, and they are told apart by that."""
+    whole = Box.whole(local.shape)
+    if not whole.elements:
+        return (Part(whole, new_tensor(local.dtype, local.shape)),)
+    return tuple(part for part in local.parts if part.box.elements)
+
+
+def _shard(fqn: str, part: Part, size: torch.Size) -> WriteItem:
+    chunk = chunk_of(part.box)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(part.data), size)
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
+    """The item of a tensor that this rank holds whole."""
+    chunk = create_chunk_from_tensor(tensor)
+    data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
+    return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
+
+
+def create_write_item_for_bytesio(fqn: str, value: Any) -> WriteItem:
+    """The item of anything that is not a tensor."""
+    size = len(value.getbuffer()) if isinstance(value, io.BytesIO) else None
+    return WriteItem(
+        MetadataIndex(fqn), WriteItemType.BYTE_IO, bytes_io_data=None if size is None else BytesIOWriteData(size)
+    )
+
+
+# Boxes
+
+
+def chunk_of(box: Box) -> ChunkStorageMetadata:
+    """A box as the record that plans use."""
+    return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
+
+
+def box_of(chunk: ChunkStorageMetadata) -> Box:
+    """The box that a record stands for."""
+    return Box(tuple(chunk.offsets), tuple(chunk.sizes))
+
+
+def create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
+    """The box that is the whole tensor."""
+    return ChunkStorageMetadata(torch.Size([0] * tensor.dim()), tensor.size())
+
+
+def create_chunk_list(tensor: Any, describer: Describer | None = None) -> list[ChunkStorageMetadata]:
+    """The boxes that this rank holds of a tensor. Raises ValueError for what is none."""
+    if is_distributed(tensor):
+        return [chunk_of(part.box) for part in _solid(local_tensor(tensor, "a tensor", describer))]
+    if hasattr(tensor, "__create_chunk_list__"):
+        return [border.chunk(chunk) for chunk in tensor.__create_chunk_list__()]
+    if isinstance(tensor, np.ndarray):
+        return [chunk_of(Box.whole(tensor.shape))]
+    if isinstance(tensor, torch.Tensor):
+        return [create_chunk_from_tensor(tensor)]
+    raise ValueError(f"Unsupported Type, expecting one of [Tensor, DTensor, ShardedTensor], but got {type(tensor)}")
+
+
+def find_shard(value: Any, index: MetadataIndex, describer: Describer | None = None) -> torch.Tensor:
+    """The local memory of the box that starts at `index.offset`. Raises ValueError where this rank does not hold it."""
+    if not is_distributed(value):
+        found: torch.Tensor = value
+        if hasattr(value, "__get_tensor_shard__"):
+            found = value.__get_tensor_shard__(border.to_torch(index))
+        elif index.offset is not None and any(index.offset):
+            raise ValueError(f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'")
+        return found
+    parts = _solid(local_tensor(value, index.fqn, describer))
+    if index.offset is None:
+        raise ValueError(f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided")
+    hinted = parts[index.index : index.index + 1] if index.index is not None else ()
+    for part in (*hinted, *parts):
+        if part.box.offset == tuple(index.offset):
+            return part.data
+    raise ValueError(f"Could not find shard at '{index.offset}' for FQN: '{index.fqn}'")
+
+
+def find_state_dict_object(
+    state_dict: Mapping[str, Any], index: MetadataIndex, describer: Describer | None = None
+) -> Any:
+    """What an index names: a value, a tensor, or this rank's memory of one box. Raises ValueError where there is none."""
+    if index.fqn not in state_dict:
+        raise ValueError(f"Could not find FQN: '{index.fqn}'")
+    value = state_dict[index.fqn]
+    if isinstance(value, np.ndarray):
+        value = from_numpy(value, index.fqn)
+    if isinstance(value, torch.Tensor) or is_distributed(value):
+        return find_shard(value, index, describer)
+    if index.offset is not None:
+        raise ValueError(f"FQN: '{index.fqn}' is not a tensor, can't find by offset: '{index.offset}'")
+    return value
+
+
+# Reading
+
+
+def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Describer | None = None) -> list[ReadItem]:
+    """What to read for an object of the state. Raises ValueError where a tensor was saved and the object is none."""
+    if isinstance(saved, BytesStorageMetadata):
+        return [create_read_item_for_bytesio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)]
+    if isinstance(value, np.ndarray) and not np.shares_memory(from_numpy(value, fqn).numpy(), value) and value.size:
+        raise ValueError(f"{fqn} is an array that cannot be read into: it is read-only, or runs backwards")
+    try:
+        wanted = create_chunk_list(value, describer)
+    except ValueError:
+        raise ValueError(
+            f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found {type(saved)}: a tensor was "
+            f"saved, and the state has a {type(value).__name__} there"
+        ) from None
+    return create_read_items_for_chunk_list(fqn, saved, wanted)
+
+
+def create_read_items_for_chunk_list(
+    fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
+) -> list[ReadItem]:
+    """The reads that fill `local_chunks` from the saved boxes, by a sweep and not by comparing each with each.
+
+    Boxes without elements need no reads.
+    """
+    targets = [box_of(chunk) for chunk in local_chunks]
+    saved = [box_of(chunk) for chunk in checkpoint_md.chunks]
+    items: list[ReadItem] = []
+    for number, other, overlap in overlaps(targets, saved):
+        wanted, source = targets[number], saved[other]
+        items.append(
+            create_read_item_for_tensor(
+                MetadataIndex(fqn, wanted.offset, number),
+                overlap.within(wanted).offset,
+                MetadataIndex(fqn, source.offset, other),
+                overlap.within(source).offset,
+                overlap.shape,
+            )
+        )
+    return items
+
+
+def overlaps(wanted: list[Box], saved: list[Box]) -> Iterable[tuple[int, int, Box]]:
+    """The pairs that meet, as numbers into both lists, with the region that they share; in the order of `wanted`."""
+    if not wanted or not saved:
+        return []
+    if not wanted[0].shape:
+        return [(i, j, wanted[i]) for i in range(len(wanted)) for j in range(len(saved))]
+    sweep = sweep_dim(saved)
+    starts = sorted(range(len(saved)), key=lambda j: saved[j].offset[sweep])
+    found: list[tuple[int, int, Box]] = []
+    active: list[tuple[int, int]] = []  # end in the swept dimension, number
+    following = 0
+    for i in sorted(range(len(wanted)), key=lambda i: wanted[i].offset[sweep]):
+        low, high = wanted[i].offset[sweep], wanted[i].end[sweep]
+        while following < len(starts) and saved[starts[following]].offset[sweep] < high:
+            insort(active, (saved[starts[following]].end[sweep], starts[following]))
+            following += 1
+        del active[: bisect_left(active, (low + 1, -1))]
+        for _, j in active:
+            region = wanted[i].intersect(saved[j])
+            if region is not None:
+                found.append((i, j, region))
+    return sorted(found, key=lambda pair: pair[:2])
+
+
+def sweep_dim(boxes: list[Box]) -> int:
+    """The dimension in which a line across all boxes meets the fewest of them: not the longest, but the most cut one."""
+
+    def met(dim: int) -> float:
+        return sum(box.shape[dim] for box in boxes) / max(1, *(box.end[dim] for box in boxes))
+
+    return min(range(len(boxes[0].shape)), key=met)
+
+
+def create_read_item_for_tensor(
+    dest_index: MetadataIndex,
+    dest_offsets: Iterable[int],
+    storage_index: MetadataIndex,
+    storage_offsets: Iterable[int],
+    lengths: Iterable[int],
+) -> ReadItem:
+    """The read of one box."""
+    return ReadItem(
+        LoadItemType.TENSOR,
+        dest_index,
+        torch.Size(dest_offsets),
+        storage_index,
+        torch.Size(storage_offsets),
+        torch.Size(lengths),
+    )
+
+
+def create_read_item_for_bytesio(
+    dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
+) -> ReadItem:
+    """The read of bytes."""
+    return ReadItem(
+        LoadItemType.BYTE_IO,
+        dest_index,
+        torch.Size((dest_offset,)),
+        storage_index,
+        torch.Size((storage_offset,)),
+        torch.Size((length,)),
+    )
+
+
+# States
+
+
+def iterate_state_dict(
+    value: Any,
+    dtensor_func: Callable[[Any], Any],
+    sharded_tensor_func: Callable[[Any], Any],
+    tensor_func: Callable[[Any], Any],
+) -> Any:
+    """The state with each tensor replaced by what the function for its kind gives. Dicts and lists are changed in place."""
+
+    def made(item: torch.Tensor) -> Any:
+        if isinstance(item, DTensor):
+            return dtensor_func(item)
+        return sharded_tensor_func(item) if is_sharded_tensor(item) else tensor_func(item)
+
+    def walk(item: Any) -> Any:
+        if isinstance(item, torch.Tensor):
+            return made(item)
+        if isinstance(item, tuple):
+            inner = [walk(one) for one in item]
+            return tuple_like(item, inner) if any(a is not b for a, b in zip(inner, item, strict=True)) else item
+        pairs = item.items() if isinstance(item, dict) else enumerate(item) if isinstance(item, list) else ()
+        for key, old in list(pairs):
+            new = walk(old)
+            if new is not old:
+                item[key] = new
+        return item
+
+    return walk(value)
+
+
+def init_state_dict(state_dict: dict[str, Any]) -> None:
+    """Give memory, on the job's device, to every tensor of the state that is on the meta device. In place."""
+
+    def refuse(value: Any) -> Any:
+        if any(shard.tensor.device.type == "meta" for shard in value.local_shards()):
+            raise InvalidState(f"Found unsupported type {type(value)} for meta device loading.")
+        return value
+
+    def with_memory(value: Any) -> Any:
+        return _materialised(value) if value.device.type == "meta" else value
+
+    iterate_state_dict(state_dict, with_memory, refuse, with_memory)
+
+
+def _materialised(value: Any) -> Any:
+    return materialise(value, dtype_name(value.dtype, "a tensor"), tuple(value.shape), _job_device())
+
+
+@cache
+def _device_of(kind: str) -> torch.device:
+    if kind == "cpu":
+        return torch.device("cpu")
+    return torch.device(kind, torch.get_device_module(kind).current_device())
+
+
+def _job_device() -> torch.device:
+    """Where a job without a wish puts tensors: the device of its default process group, else the CPU."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return torch.device("cpu")
+    return _device_of(dist.distributed_c10d._get_pg_default_device().type)  # noqa: SLF001

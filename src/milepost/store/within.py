@@ -1,0 +1,47 @@
+"""A store inside another: all names under one prefix, so that several checkpoints can share a place."""
+
+from collections.abc import Iterator
+
+from milepost.errors import UnsafeCheckpoint
+from milepost.store.base import Reader, Store, Writer, check_name
+
+
+class Within:
+    """The part of `inner` under `prefix/`. Promises what `inner` promises; nothing outside of the prefix is reached."""
+
+    def __init__(self, inner: Store, prefix: str) -> None:
+        check_name(prefix)
+        self.inner, self.prefix = inner, prefix
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+        return f"{self.inner.url.rstrip('/')}/{self.prefix}"
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+        self.inner.create(self._outer(name), data)
+
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
+        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room."""
+        return self.inner.writer(self._outer(name), size_bytes, direct=direct)
+
+    def reader(self, name: str) -> Reader:
+        """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object."""
+        return self.inner.reader(self._outer(name))
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """The names that start with `prefix`, in any order, unfinished objects included."""
+        start = len(self.prefix) + 1
+        return (name[start:] for name in self.inner.list(f"{self.prefix}/{prefix}"))
+
+    def delete(self, name: str) -> None:
+        """Remove an object if it is there."""
+        self.inner.delete(self._outer(name))
+
+    def _outer(self, name: str) -> str:
+        try:
+            check_name(name)
+        except UnsafeCheckpoint:
+            raise UnsafeCheckpoint(f"{name[:200]!r} is not a name inside {self.url}") from None
+        return f"{self.prefix}/{name}"
