@@ -765,3 +765,14 @@ def test_a_checkpointer_of_storage_saves_and_loads_with_what_it_was_given(tmp_pa
         found = keeper.load({"w": torch.zeros(3), "n": 0})
         assert torch.equal(found["w"], state["w"])
         assert found["n"] == int(number)
+
+
+@pytest.mark.parametrize("metrics", [{"loss": 10**400}, ["loss"]])
+def test_metrics_that_are_none_are_refused_on_all_ranks(tmp_path, metrics):
+    def work(comm):
+        keeper = milepost.Checkpointer(tmp_path, process_group=comm)
+        with pytest.raises(milepost.CheckpointError, match="rank 0"):
+            keeper.save(1, {"a": torch.ones(2)}, metrics=metrics if comm.rank == 0 else None)
+        keeper.save(2, {"a": torch.ones(2)})
+
+    run_ranks(2, work, timeout_s=20)

@@ -4,30 +4,34 @@ import io
 import weakref
 from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
+from functools import cache, lru_cache, partial
 from typing import Any
 
+import msgspec
 import torch
 
-from milepost.comm import Comm
+from milepost.comm import Comm, Phase, told
 from milepost.core.agreement import Plans
 from milepost.core.box import Box
-from milepost.core.layout import Boxes, Held
+from milepost.core.layout import Boxes, Grid, Held
 from milepost.core.manifest import Value
+from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Leaf, nodes_of
 from milepost.describing import Described
 from milepost.errors import InvalidRequest, InvalidState
 from milepost.filesystem import FileSystemWriter, resolved_tensor
 from milepost.memory import Late
-from milepost.planned import load_planned, place_of, save_planned, set_up
+from milepost.planned import MakeState, load_planned, place_of, save_planned, set_up
 from milepost.planning import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     LoadPlanner,
+    Metadata,
     SavePlanner,
     StorageReader,
     StorageWriter,
+    TensorStorageMetadata,
     ValueIO,
     WriteItem,
     box_of,
@@ -37,6 +41,8 @@ from milepost.state import is_stateful
 from milepost.store import Store
 from milepost.tensors import Describer, LocalTensor, Part, dtype_name
 
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_SUMMARIES = msgspec.msgpack.Decoder(tuple[int, str, int])
 _plans: "weakref.WeakKeyDictionary[DefaultSavePlanner, Plans]" = weakref.WeakKeyDictionary()
 
 
@@ -46,33 +52,44 @@ def save_by_plans(
     """Save with a planner, a storage writer, or both; those of torch's own classes are adapted."""
     from milepost.torch_border import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
 
-    state_dict = _opened(state)
+    opened = cache(partial(_opened, state))
     writer, planner = adapted_writer(writer), adapted_save_planner(planner) or DefaultSavePlanner()
     if type(planner) is DefaultSavePlanner and is_local(planner, writer) and planner.flatten_state_dict:
         # Nothing is changed at all, so not even the keys need to be spelled.
-        return save_state(state, _store_of(writer), comm, _with(options, planner, writer))
+        return _noted(writer, save_state(state, _store_of(writer), comm, _with(options, planner, writer)))
     if isinstance(planner, DefaultSavePlanner) and is_local(planner, writer):
-        return save_locally_planned(state_dict, writer, planner, comm, options)
-    metadata = save_planned(state_dict, writer, planner, comm)
-    size = 0
-    for saved in metadata.state_dict_metadata.values() if metadata is not None else ():
-        tensor = getattr(saved, "size", None)
-        size += tensor.numel() * saved.properties.dtype.itemsize if tensor is not None else 0  # type: ignore[union-attr]
-    generation = writer.generation if isinstance(writer, FileSystemWriter) else 0
-    return Receipt(place_of(writer), generation, "", comm.size, size)
+        return save_locally_planned(opened, writer, planner, comm, options)
+    metadata = save_planned(opened, writer, planner, comm)
+    packed = told(comm, Phase("saving to", place_of(writer), "telling"), lambda: _summary(writer, metadata))
+    generation, save_id, size = _SUMMARIES.decode(packed)
+    return Receipt(place_of(writer), generation, save_id, comm.size, size)
+
+
+def _summary(writer: StorageWriter, metadata: Metadata | None) -> bytes:
+    """On the lead: the generation, the id of the save, and the bytes of all tensors."""
+    tensors = [
+        t for t in (metadata.state_dict_metadata.values() if metadata else ()) if isinstance(t, TensorStorageMetadata)
+    ]
+    size = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+    if isinstance(writer, FileSystemWriter):
+        return msgspec.msgpack.encode((writer.generation, writer.save_id, size))
+    return msgspec.msgpack.encode((0, "", size))
 
 
 def load_by_plans(state: Any, reader: StorageReader, planner: LoadPlanner | None, comm: Comm) -> Any:
     """Load with a planner, a storage reader, or both; those of torch's own classes are adapted. Gives the state back."""
     from milepost.torch_border import adapted_load_planner, adapted_reader  # noqa: PLC0415  # slow to import
 
-    state_dict = _opened(state)
-    load_planned(state_dict, adapted_reader(reader), adapted_load_planner(planner) or DefaultLoadPlanner(), comm)
-    for key in list(state_dict):
-        if is_stateful(state.get(key)):
-            state[key].load_state_dict(state_dict[key])
-        else:
-            state[key] = state_dict[key]
+    opened = cache(partial(_opened, state))
+
+    def apply() -> None:
+        for key, value in list(opened().items()):
+            if is_stateful(state.get(key)):
+                state[key].load_state_dict(value)
+            else:
+                state[key] = value
+
+    load_planned(opened, adapted_reader(reader), adapted_load_planner(planner) or DefaultLoadPlanner(), comm, apply)
     return state
 
 
@@ -97,7 +114,7 @@ def _keeps(value: object, base: type, *names: str) -> bool:
 
 
 def save_locally_planned(
-    state_dict: dict[str, Any],
+    state: MakeState,
     writer: FileSystemWriter | StorageWriter,
     planner: DefaultSavePlanner,
     comm: Comm,
@@ -108,10 +125,17 @@ def save_locally_planned(
 
     def describing() -> Described:
         leads = comm.rank == comm.lead
-        set_up(planner.set_up_planner, state_dict, storage_meta=writer.storage_meta(), is_coordinator=leads)
+        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=leads)
         return describe_planned(planner, comm, options)
 
-    return save_state(state_dict, writer.store, comm, _with(options, planner, writer), describing)
+    return _noted(writer, save_state(None, writer.store, comm, _with(options, planner, writer), describing))
+
+
+def _noted(writer: StorageWriter, receipt: Receipt) -> Receipt:
+    """The receipt, of which the writer knows too."""
+    assert isinstance(writer, FileSystemWriter)
+    writer.generation, writer.save_id = receipt.generation, receipt.save_id
+    return receipt
 
 
 def _store_of(writer: StorageWriter) -> Store:
@@ -180,6 +204,13 @@ def _held(value: Any, fqn: str, describer: Describer) -> LocalTensor | None:
         return None
 
 
+@lru_cache(maxsize=1000)
+def _all_hold(layout: Grid, shape: tuple[int, ...]) -> bool:
+    """Whether every rank of the mesh has elements. One that has none plans nothing, so its table lacks the tensor."""
+    ranks = unpack_ranks(layout.mesh.ranks)
+    return all(any(held.box.elements for held in layout.held_by(shape, rank)) for rank in ranks)
+
+
 def _local(
     fqn: str, items: list[WriteItem], planner: DefaultSavePlanner, describer: Describer, comm: Comm
 ) -> LocalTensor:
@@ -194,5 +225,7 @@ def _local(
     if items[0].type.name == "SHARD":
         held = _held(planner.state_dict.get(fqn), fqn, describer)
         same = held is not None and held.shape == shape and [p.box for p in held.parts] == boxes
+        if held is not None and isinstance(held.layout, Grid):
+            same = same and _all_hold(held.layout, shape)
         layout = held.layout if held is not None and same else Boxes(tuple(Held(b, str(comm.rank)) for b in boxes))
     return LocalTensor(dtype_name(dtype, fqn), shape, "tensor", layout, parts)

@@ -152,7 +152,7 @@ class Checkpointer:
         if comm.rank == comm.lead:
             try:
                 metadata = _with_metrics(metadata, metrics)
-            except InvalidRequest as error:
+            except Exception as error:  # noqa: BLE001  # raised by `told`
                 # Where the others will be waiting: at the first meeting of a save.
                 told(comm, Phase("saving to", place.url, "starting"), _raising(error))
         given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
@@ -335,7 +335,7 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
     for name, value in metrics.items():
         try:
             plain[name] = float(value)
-        except (TypeError, ValueError, RuntimeError) as error:
+        except Exception as error:
             raise InvalidRequest(f"the metric {name!r} is a number, not {value!r}") from error
         if not isinstance(name, str):
             raise InvalidRequest(f"the name of a metric is a string, not {name!r}")

@@ -13,6 +13,7 @@ import torch
 from torch.futures import Future
 
 from milepost.checkpoint import files_at
+from milepost.comm import Comm
 from milepost.commit import aim, exists, generations, publish, sweep
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
@@ -22,9 +23,10 @@ from milepost.core.plan import read_plan
 from milepost.core.shardfile import NewEntry, entry_name
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState, StorageError
 from milepost.extension import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed
+from milepost.loading import open_together
 from milepost.memory import Late, ready
 from milepost.place import Placement, place_all, placement_of
-from milepost.plan_records import Goal, Part, Stored, expand, make_manifest
+from milepost.plan_records import Goal, Part, Stored, expand, make_manifest, written_as
 from milepost.planning import (
     LoadPlan,
     LoadPlanner,
@@ -42,7 +44,7 @@ from milepost.planning import (
     box_of,
 )
 from milepost.read import Files
-from milepost.store import Store, Where, store_at
+from milepost.store import Where, store_at
 from milepost.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
 from milepost.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.write import Entry, Written, write_shard
@@ -106,7 +108,7 @@ class FileSystemWriter(StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn whether this rank commits."""
         del args, kwargs
-        self._leads = is_coordinator
+        self._leads, self._mine = is_coordinator, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -126,7 +128,7 @@ class FileSystemWriter(StorageWriter):
             raise InvalidRequest(
                 "the plan does not say where to write: `prepare_global_plan` of this writer was left out"
             )
-        self._mine = goal
+        self._mine, self.save_id = goal, goal.save_id
         self._meter = Meter("save", self.url, self.progress if self._leads else None)
         entries: list[Entry] = []
         values: dict[MetadataIndex, ValueIO] = {}
@@ -162,8 +164,8 @@ class FileSystemWriter(StorageWriter):
         self._meter.finish()
 
     def abort(self) -> None:
-        """Remove what this rank wrote, if nothing was committed."""
-        if self._mine is not None and self._mine.generation not in _generations(self.store):
+        """Remove what this rank wrote, if nothing was committed. Raises, and removes nothing, if that cannot be said."""
+        if self._mine is not None and self._mine.generation not in generations(self.store):
             self.store.delete(shard_name(self._mine.save_id, self._mine.rank))
 
     def storage_meta(self) -> StorageMeta:
@@ -178,13 +180,6 @@ class FileSystemWriter(StorageWriter):
         except (CheckpointError, TypeError):
             return False
         return True
-
-
-def _generations(store: Store) -> list[int]:
-    try:
-        return generations(store)
-    except CheckpointError:
-        return []
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None":
@@ -244,8 +239,12 @@ def _stored(
 ) -> Stored:
     value = values.get(item.index)
     if value is not None:
-        return Stored(goal.rank, written.file, value.encoded, is_value=True)
-    return Stored(goal.rank, written.file, transforms=transforms if item.tensor_data is not None else ())
+        return Stored(goal.rank, goal.save_id, written.file, value=value.encoded, is_value=True)
+    data = item.tensor_data
+    if data is None:
+        return Stored(goal.rank, goal.save_id, written.file)
+    what = written_as(item.index.fqn, data.properties.dtype, box_of(data.chunk), data.size)
+    return Stored(goal.rank, goal.save_id, written.file, what, transforms=transforms)
 
 
 def _done(value: Any) -> Future[Any]:
@@ -278,6 +277,7 @@ class FileSystemReader(StorageReader):
         self.transfer = (transfer or Transfer()).within(host_memory_bytes)
         self.load_id = str(uuid.uuid4())
         self._leads = False
+        self._opened: tuple[Files | None, Exception | None] | None = None
 
     @property
     def checkpoint_id(self) -> str:
@@ -293,8 +293,12 @@ class FileSystemReader(StorageReader):
         """Begin a new load."""
         if checkpoint_id is not None and checkpoint_id != "":
             self.store = store_at(checkpoint_id)
-        self.load_id = str(uuid.uuid4())
+        self.load_id, self._opened = str(uuid.uuid4()), None
         self.__dict__.pop("_files", None)
+
+    def open_together(self, comm: Comm) -> None:
+        """Let the next `read_metadata` of every rank read the checkpoint that the lead finds."""
+        self._opened = open_together(self.store, comm, "loading")
 
     @cached_property
     def _files(self) -> Files:
@@ -309,8 +313,13 @@ class FileSystemReader(StorageReader):
         """What the checkpoint holds now, with all boxes."""
         del args, kwargs
         self.__dict__.pop("_files", None)  # a reader may be used again without a reset, after another save
+        if self._opened is not None:
+            (files, trouble), self._opened = self._opened, None
+            if files is None:
+                raise trouble or AssertionError
+            self._files = files
         metadata = expand(self.manifest)
-        metadata.storage_meta = StorageMeta(checkpoint_id=self.checkpoint_id, load_id=self.load_id)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, self.manifest.save_id or None, self.load_id)
         return metadata
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
@@ -343,6 +352,16 @@ class FileSystemReader(StorageReader):
         tensors = {t.key: t for t in self.manifest.tensors}
         placements: list[Placement] = []
         targets: list[tuple[ReadItem, torch.Tensor]] = []
+        used: set[int] = set()
+
+        def fill() -> None:
+            place_all(files, placements, self.transfer, meter, verify=self.verify, registry=self.registry)
+            for item, target in targets:
+                planner.commit_tensor(item, target)
+            placements.clear()
+            targets.clear()
+            used.clear()
+
         for item in items:
             if item.type.name == "BYTE_IO":
                 planner.load_bytes(item, self._bytes(item.storage_index.fqn, tensors, files))
@@ -359,11 +378,12 @@ class FileSystemReader(StorageReader):
                     f"{item.dest_index.fqn!r} was saved as {dtype} and the target is {target.dtype}; planners convert between "
                     "floating-point types, and between integers, and nothing else"
                 )
+            if target.numel() and target.data_ptr() in used:
+                fill()  # the planner gives the same memory again: it takes the data from there in commit_tensor
+            used.add(target.data_ptr())
             placements.append(placement_of(read, dtype, target))
             targets.append((item, target))
-        place_all(files, placements, self.transfer, meter, verify=self.verify, registry=self.registry)
-        for item, target in targets:
-            planner.commit_tensor(item, target)
+        fill()
 
     def _source(self, item: ReadItem, tensors: dict[str, Tensor]) -> tuple[PlannedRead, str]:
         index = item.storage_index

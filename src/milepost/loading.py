@@ -62,7 +62,7 @@ class LoadOptions:
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
     """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
-    opened, trouble = _open(store, comm, "loading")
+    opened, trouble = open_together(store, comm, "loading")
     target, share = _match(state, opened.manifest if opened is not None else None, store, comm, options, trouble)
     exchanges = _share_out(target, store, comm, options) if share else []
     files = opened
@@ -102,7 +102,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
 
 def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Report:
     """The report that a load would act on, on every rank. Reads the manifest and nothing else; changes nothing."""
-    opened, trouble = _open(store, comm, "explaining")
+    opened, trouble = open_together(store, comm, "explaining")
     manifest = opened.manifest if opened is not None else None
 
     def look() -> bytes:
@@ -116,7 +116,7 @@ def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) ->
     return _REPORTS.decode(answer)
 
 
-def _open(store: Store, comm: Comm, action: str) -> tuple[Files | None, Exception | None]:
+def open_together(store: Store, comm: Comm, action: str) -> tuple[Files | None, Exception | None]:
     """The files of the newest checkpoint: the lead finds it, and all ranks load that generation (0: of another format).
 
     Small ones travel with the announcement, larger ones are read by each rank. What goes wrong here on one rank is

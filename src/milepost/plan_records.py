@@ -43,10 +43,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Stored:
-    """What a rank wrote for an item: in which file, or, for a value, the value itself as the manifest spells it."""
+    """What a rank wrote for an item: in which file of which save; or, for a value, the value as the manifest spells it."""
 
     rank: int
+    save_id: str
     file: ShardFile | None
+    what: str = ""
     value: Any = None
     is_value: bool = False
     transforms: tuple[str, ...] = ()
@@ -69,6 +71,7 @@ def make_manifest(
     missing = [fqn for fqn, saved in metadata.state_dict_metadata.items() if not _is_written(fqn, saved, stored)]
     if missing:
         raise InvalidRequest(f"these are in the metadata, but no rank wrote them: {', '.join(missing[:20])}")
+    _check_written(goal, metadata, stored)
     layouts: dict[Layout, int] = {}
     tensors: list[Tensor] = []
     values: list[Value] = []
@@ -107,6 +110,32 @@ def make_manifest(
         per_rank=(),
         files=tuple(files[rank] for rank in sorted(files)),
     )
+
+
+def written_as(fqn: str, dtype: torch.dtype, box: Box, size: torch.Size) -> str:
+    """What is written for a box of a tensor, in words: equal where the same is meant."""
+    return f"{dtype_name(dtype, fqn)} {box.text} of {tuple(size)}"
+
+
+def _check_written(goal: Goal, metadata: Metadata, stored: dict[MetadataIndex, WriteResult]) -> None:
+    """Raise InvalidRequest where the manifest would promise something else than lies in the files that it names."""
+    strays = sorted({index.fqn for index, result in stored.items() if result.storage_data.save_id != goal.save_id})
+    if strays:
+        raise InvalidRequest(
+            f"these were written for another save: {', '.join(strays[:20])}. Does a planner keep plans between saves? "
+            "What storage puts into `storage_data` of a plan holds for one save."
+        )
+    wrong = []
+    for fqn, saved in metadata.state_dict_metadata.items():
+        if not isinstance(saved, TensorStorageMetadata):
+            continue
+        for chunk in saved.chunks:
+            told = written_as(fqn, saved.properties.dtype, box_of(chunk), saved.size)
+            found = stored[MetadataIndex(fqn, chunk.offsets)].storage_data.what
+            if found != told:
+                wrong.append(f"{fqn!r} is {told} in the metadata, and {found or 'a value'} was written")
+    if wrong:
+        raise InvalidRequest(f"plans and metadata do not agree: {'; '.join(wrong[:20])}")
 
 
 def _is_written(fqn: str, saved: Any, stored: dict[MetadataIndex, WriteResult]) -> bool:

@@ -5,6 +5,7 @@ checkpoint is ever unpickled.
 """
 
 import inspect
+import logging
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -23,13 +24,15 @@ from milepost.planning import (
     StorageWriter,
 )
 
+_log = logging.getLogger("milepost")
+MakeState = Callable[[], dict[str, Any]]
+"""Gives the state. Called in the first step, so that what fails in there, on one rank, reaches all."""
 
-def save_planned(
-    state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, comm: Comm
-) -> Metadata | None:
+
+def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     """Save by plans. Gives the metadata on the coordinator, None elsewhere. Raises the same error on every rank."""
     try:
-        return _save(state_dict, writer, planner, comm)
+        return _save(state, writer, planner, comm)
     except Exception as error:
         # Where the lead did not answer it may still commit, and then needs what this rank wrote.
         if comm.size == 1 or (isinstance(error, CheckpointError) and error.failures):
@@ -37,13 +40,13 @@ def save_planned(
         raise
 
 
-def _save(state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
+def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     made: list[Metadata] = []
     place = place_of(writer)
     leads = comm.rank == comm.lead
 
     def plan_here() -> bytes:
-        set_up(planner.set_up_planner, state_dict, storage_meta=writer.storage_meta(), is_coordinator=leads)
+        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=leads)
         set_up(writer.set_up_storage_writer, leads, rank=comm.rank, use_collectives=True)
         plan = planner.create_local_plan()
         if isinstance(planner, DefaultSavePlanner):
@@ -69,14 +72,24 @@ def _save(state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanne
     return made[0] if made else None
 
 
-def load_planned(state_dict: dict[str, Any], reader: StorageReader, planner: LoadPlanner, comm: Comm) -> None:
-    """Load by plans, into `state_dict`. Raises the same error on every rank."""
+def load_planned(
+    state: MakeState,
+    reader: StorageReader,
+    planner: LoadPlanner,
+    comm: Comm,
+    apply: Callable[[], None] = lambda: None,
+) -> None:
+    """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
     place = place_of(reader)
     leads = comm.rank == comm.lead
+    # Where the reader can: all ranks read what the lead finds, though a save may replace it meanwhile.
+    join = getattr(reader, "open_together", None)
+    if callable(join):
+        join(comm)
 
     def plan_here() -> bytes:
         metadata = set_up(reader.read_metadata, rank=comm.rank)
-        set_up(planner.set_up_planner, state_dict, metadata=metadata, is_coordinator=leads)
+        set_up(planner.set_up_planner, state(), metadata=metadata, is_coordinator=leads)
         set_up(reader.set_up_storage_reader, metadata, leads, rank=comm.rank, use_collectives=True)
         return _pack(reader.prepare_local_plan(planner.create_local_plan()))
 
@@ -88,11 +101,16 @@ def load_planned(state_dict: dict[str, Any], reader: StorageReader, planner: Loa
         reader.read_data(planner.finish_plan(plan), planner).wait()
         return b""
 
+    def finish() -> bytes:
+        apply()
+        return b""
+
     if _plans_alone(planner, reader):
         together(comm, Phase("loading", place, "reading"), lambda: read(_unpack(plan_here())))
-        return
-    final = _dealt(comm, Phase("loading", place, "planning"), plan_here, plan_all)
-    together(comm, Phase("loading", place, "reading"), lambda: read(_unpack(final)))
+    else:
+        final = _dealt(comm, Phase("loading", place, "planning"), plan_here, plan_all)
+        together(comm, Phase("loading", place, "reading"), lambda: read(_unpack(final)))
+    together(comm, Phase("loading", place, "applying"), finish)
 
 
 def _plans_alone(planner: LoadPlanner, reader: StorageReader) -> bool:
@@ -148,5 +166,9 @@ def place_of(storage: StorageWriter | StorageReader) -> str:
 def _abort(writer: StorageWriter) -> None:
     """Let storage remove what it has written, if it knows how."""
     abort = getattr(writer, "abort", None)
-    if callable(abort):
+    if not callable(abort):
+        return
+    try:
         abort()
+    except Exception as error:  # noqa: BLE001  # why the save failed is what the caller has to hear
+        _log.warning("could not remove what an unfinished save left at %s: %s", place_of(writer), error)

@@ -7,7 +7,6 @@ import dataclasses
 import inspect
 import io
 import os
-from collections import Counter
 from collections.abc import Callable
 from enum import Enum
 from typing import Any, ClassVar
@@ -17,9 +16,10 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import metadata as their_metadata
 from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as TheirLoadPlanner
 from torch.futures import Future
 
-from milepost.errors import CheckpointError
+from milepost.errors import CheckpointDamaged, CheckpointError
 from milepost.filesystem import FileSystemReader, FileSystemWriter
 from milepost.plan_records import Goal
 from milepost.planning import (
@@ -235,7 +235,10 @@ class _TheirLoadPlanner(LoadPlanner):
         return found
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        self.inner.load_bytes(theirs(read_item), _pickled(value))
+        given = _pickled(value)
+        if given is value and type(self.inner).load_bytes is TheirLoadPlanner.load_bytes:
+            given = _harmless(value, read_item.storage_index.fqn)
+        self.inner.load_bytes(theirs(read_item), given)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.inner.resolve_tensor(theirs(read_item))
@@ -250,6 +253,17 @@ def _pickled(value: Any) -> Any:
         return value
     out = io.BytesIO()
     torch.save(unpack_value(value, Codec(), "a value"), out)
+    out.seek(0)
+    return out
+
+
+def _harmless(value: io.BytesIO, key: str) -> io.BytesIO:
+    """Bytes of a checkpoint for torch's own planner, which runs what a pickle says: made anew from what is plain in them.
+
+    Raises UnsafeCheckpoint for a pickle that names more than that, InvalidState for what torch could not read.
+    """
+    out = io.BytesIO()
+    torch.save(unpack_value(value, Codec(), key), out)
     out.seek(0)
     return out
 
@@ -318,10 +332,9 @@ class MilepostWriter(their_storage.StorageWriter):
     """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `FileSystemWriter`.
 
     Torch's planner may keep plans between saves, with the name of an old save in them. So the coordinator also pins the
-    new name in the job's store, under the number of this save, which all ranks count alike.
+    new name in the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
     """
 
-    _turns: ClassVar[Counter[str]] = Counter()
     _used: ClassVar[set[str]] = set()
 
     def __init__(self, path: Where, **options: Any) -> None:
@@ -341,7 +354,6 @@ class MilepostWriter(their_storage.StorageWriter):
         """Learn whether this rank commits."""
         self._inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._goal = None
-        MilepostWriter._turns[self.path] += 1
 
     def prepare_local_plan(self, plan: Any) -> Any:
         """Nothing to add."""
@@ -352,13 +364,15 @@ class MilepostWriter(their_storage.StorageWriter):
         prepared = self._inner.prepare_global_plan(ours(plans))
         self._goal = prepared[0].storage_data
         if dist.is_initialized() and self._goal is not None:
-            _job_store().set(self._note, f"{self._goal.generation} {self._goal.save_id}")
+            store = _job_store()
+            store.set(self._note, f"{self._goal.generation} {self._goal.save_id}")
+            store.get(self._note)  # the store answers in order: now it is there, and no rank reads the one before
         found: list[Any] = theirs(prepared)
         return found
 
     @property
     def _note(self) -> str:
-        return f"milepost/goal/{self._turns[self.path]}/{self.path}"
+        return f"milepost/goal/{self.path}"
 
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
         """Write this rank's shard file."""
@@ -418,11 +432,14 @@ class MilepostReader(their_storage.StorageReader):
         self._inner.set_up_storage_reader(ours(metadata), is_coordinator, *args, **kwargs)
 
     def prepare_local_plan(self, plan: Any) -> Any:
-        """Nothing to add."""
-        return plan
+        """Add which save this rank has opened."""
+        return dataclasses.replace(plan, storage_data=self._inner.manifest.save_id)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Nothing to add."""
+        """Check that all ranks opened the same. Raises CheckpointDamaged."""
+        found = {plan.storage_data for plan in plans}
+        if len(found) > 1:
+            raise CheckpointDamaged(f"{self.path} was replaced while the ranks opened it; load it again")
         return plans
 
     def read_data(self, plan: Any, planner: Any) -> Future[None]:

@@ -5,9 +5,9 @@ memory of its own, where the store wants that, or by reference), computes the ch
 it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
 """
 
-import threading
 from bisect import bisect_right
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -72,26 +72,45 @@ def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: 
     """Write the data and give the table of its checksums."""
     total, size = source.header.data_bytes, transfer.block_bytes
     sums = np.zeros(-(-total // BLOCK_BYTES), dtype="<u8")
+    free: deque[Block] = deque()
 
-    def make_worker() -> Callable[[int], None]:
-        block = Block(min(size, total), source.pinned)
+    def gather(start: int) -> _Gathered:
+        block = free.pop()  # each worker brings one along, and gives it back before it takes the next job
+        stop = min(start + size, total)
+        return _Gathered(start, stop, source.bytes_in(start, stop, block, by_reference=not writer.aligned), block)
 
-        def write(start: int) -> None:
-            stop = min(start + size, total)
-            views = source.bytes_in(start, stop, block, by_reference=not writer.aligned)
-            found = sums_of(views, BLOCK_BYTES)
-            first = start // BLOCK_BYTES
+    def make_worker() -> Callable[["int | _Gathered"], None]:
+        free.append(Block(min(size, total), source.pinned))
+
+        def write(job: "int | _Gathered") -> None:
+            job = job if isinstance(job, _Gathered) else gather(job)
+            found = sums_of(job.views, BLOCK_BYTES)
+            first = job.start // BLOCK_BYTES
             sums[first : first + len(found)] = found
-            writer.write(source.header.header_bytes + start, views)
-            meter.add(stop - start)
+            writer.write(source.header.header_bytes + job.start, job.views)
+            meter.add(job.stop - job.start)
+            free.append(job.block)
 
         return write
 
     threads = transfer.threads_for(total, source.pieces, size)
     if not writer.aligned:
         threads = min(threads, _THROUGH_THE_CACHE)
-    run_all(iter(range(0, total, size)), make_worker, threads, meter)
+    starts = range(0, total, size)
+    # What is made late is made by a planner, which may use the same memory for each item: so these are copied one after
+    # the other, in order (jobs are taken one at a time), and only checksummed and written side by side.
+    jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
+    run_all(jobs, make_worker, threads, meter)
     return sums.tobytes()
+
+
+class _Gathered(msgspec.Struct, frozen=True):
+    """The bytes start..stop, some of them in the block."""
+
+    start: int
+    stop: int
+    views: list[memoryview]
+    block: Block
 
 
 class _Made:
@@ -99,16 +118,14 @@ class _Made:
 
     def __init__(self, late: Late, blocks: int) -> None:
         self._late, self._left = late, blocks
-        self._lock = threading.Lock()
         self._data: torch.Tensor | None = None
 
     def take(self) -> torch.Tensor:
-        """The tensor, for one block."""
-        with self._lock:
-            data = self._data if self._data is not None else self._late.get()
-            self._left -= 1
-            self._data = data if self._left > 0 else None
-            return data
+        """The tensor, for one block. Blocks with late tensors are gathered one at a time, so there is no lock."""
+        data = self._data if self._data is not None else self._late.get()
+        self._left -= 1
+        self._data = data if self._left > 0 else None
+        return data
 
 
 def _made_for(entry: Entry, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
@@ -124,6 +141,7 @@ class _Source:
     def __init__(self, entries: list[Entry], header: Header, block_bytes: int) -> None:
         self.header = header
         self.pieces = len(entries)
+        self.late = any(isinstance(entry.data, Late) for entry in entries)
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
         self._data = [_made_for(entry, header, block_bytes) for entry in entries]
         self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]

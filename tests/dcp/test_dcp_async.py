@@ -1,6 +1,7 @@
 """`async_save`: the copy is saved, beside training and other saves, and errors reach the caller."""
 
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -10,6 +11,7 @@ from dcp_programs import run_both, run_ours
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+import milepost
 import milepost.dcp
 from ranks import spawn
 
@@ -116,3 +118,79 @@ def test_a_stager_that_fails_fails_both_futures(tmp_path):
     for future in (response.staging_completion, response.upload_completion):
         with pytest.raises(MemoryError, match="full"):
             future.result(timeout=20)
+
+
+class Slow(milepost.dcp.DefaultSavePlanner):
+    def resolve_data(self, write_item):
+        time.sleep(0.2)
+        return super().resolve_data(write_item)
+
+
+def test_saves_that_share_a_planner_or_a_writer_take_turns(tmp_path):
+    planner, writer = Slow(), milepost.dcp.FileSystemWriter(tmp_path)
+
+    def state(n):
+        return {"a": torch.full((3,), float(n)), "b": torch.full((3,), float(n))}
+
+    shared = [{"planner": planner}, {"storage_writer": writer}, {"planner": planner, "storage_writer": writer}]
+    futures = [milepost.dcp.async_save(state(n), checkpoint_id=tmp_path / str(n), **shared[n % 3]) for n in range(6)]
+    milepost.dcp.save(state(6), checkpoint_id=tmp_path / "6", planner=planner)
+    for future in futures:
+        future.result(timeout=20)
+    for n in range(7):
+        found = milepost.open(tmp_path / str(n))
+        assert [found[key].read().tolist() for key in "ab"] == [[float(n)] * 3] * 2
+
+
+def staging_fails(dcp, rank, folder):
+    class Fails(Later):
+        def stage(self, state_dict):
+            if rank == 1:
+                raise MemoryError("full")
+            return super().stage(state_dict)
+
+    class InFuture(Later):
+        def stage(self, state_dict):
+            future = super().stage(state_dict)
+            if rank == 1:
+                future = Future()
+                future.set_exception(MemoryError("full"))
+            return future
+
+    found = []
+    for stager in (Fails, InFuture):
+        try:
+            dcp.async_save({"w": torch.ones(2)}, checkpoint_id=folder, async_stager=stager()).upload_completion.result()
+        except MemoryError:
+            found.append("mine")
+        except dcp.CheckpointException as error:
+            found.append(list(error.failures))
+    dcp.async_save({"w": torch.ones(2)}, checkpoint_id=folder).result()
+    return found
+
+
+def test_a_stager_that_fails_on_one_rank_fails_the_save_of_all(tmp_path):
+    assert spawn(2, run_ours, staging_fails, tmp_path, timeout_s=60) == [[[1], [1]], ["mine", "mine"]]
+
+
+class OneCopy(Later):
+    """A stager that copies into the same memory each time."""
+
+    def __init__(self):
+        self.copy = torch.zeros(3)
+
+    def stage(self, state_dict):
+        self.copy.copy_(state_dict["a"])
+        return {"a": self.copy}
+
+
+def test_memory_of_a_stager_is_not_used_again_while_a_save_reads_it(tmp_path):
+    stager, futures = OneCopy(), []
+    for n in range(3):
+        state = {"a": torch.full((3,), float(n))}
+        futures.append(
+            milepost.dcp.async_save(state, checkpoint_id=tmp_path / str(n), planner=Slow(), async_stager=stager)
+        )
+    for n, future in enumerate(futures):
+        future.result(timeout=20)
+        assert milepost.open(tmp_path / str(n))["a"].read().tolist() == [float(n)] * 3

@@ -47,16 +47,22 @@ def test_floats_are_not_loaded_into_integers(tmp_path):
 def differing(dcp, rank, folder):
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
-        dcp.save({"who": rank, "same": 1}, checkpoint_id=folder)
+        more = {} if rank == 0 else {"own": torch.ones(3)}
+        big = {} if rank == 1 else {"large": torch.ones(1000)}
+        dcp.save({"who": rank, "noise": torch.full((2,), float(rank)), "same": 1} | more | big, checkpoint_id=folder)
     return [str(warning.message) for warning in seen]
 
 
 def test_values_that_differ_between_ranks_are_told_by_the_coordinator(tmp_path):
     told, silent = spawn(2, run_ours, differing, tmp_path)
     assert len(told) == 1
-    assert "One rank's was saved" in told[0]
+    assert "The lowest rank's was saved" in told[0]
     assert "'who'" in told[0]
     assert silent == []
+    # Also where another rank has less to write.
+    (folder,) = tmp_path.iterdir()
+    checkpoint = milepost.open(folder)
+    assert (checkpoint["who"], checkpoint["noise"].read().tolist()) == (0, [0.0, 0.0])
 
 
 def test_options_about_files_are_taken_and_files_are_those_of_milepost(tmp_path):

@@ -11,10 +11,8 @@ import milepost.dcp
 
 LEFT_OUT = {
     "_experimental": "torch's next design, which changes from release to release",
-    "_async_executor": "how torch's async_save runs",
     "_async_process_executor": "how torch's async_save runs",
     "_async_thread_executor": "how torch's async_save runs",
-    "_consolidate_hf_safetensors": "a tool for files of torch's Hugging Face storage; `milepost.convert` makes those whole",
     "_hf_utils": "inside of torch's Hugging Face storage",
     "_pg_transport": "sends states between jobs; no checkpoint is involved",
 }
@@ -22,7 +20,8 @@ UNDERSCORED = {
     "api": "_wrap_exception _is_wrapped_exception WRAPPED_EXCEPTION",
     "default_planner": "_EmptyStateDictLoadPlanner _validate_global_plan _create_default_local_metadata _check_box_overlap "
     "_check_box_bounds",
-    "filesystem": "_write_item _StoragePrefix _StorageInfo _split_by_size_and_type _generate_uuid DEFAULT_SUFFIX",
+    "filesystem": "_write_item _StoragePrefix _StorageInfo _split_by_size_and_type _generate_uuid DEFAULT_SUFFIX "
+    "_item_size _metadata_fn _OverlappingCpuLoader _SerialCpuLoader _TensorLoader",
     "planner_helpers": "_create_read_items _create_write_items _create_default_metadata_only_plan _init_state_dict "
     "_iterate_state_dict _compare_save_plans _merge_delta_local_plans _contains_usable_plan _create_chunk_list "
     "_create_chunk_from_tensor _create_chunk_from_dtensor _create_write_items_for_dtensor _create_write_item_for_tensor "
@@ -34,7 +33,7 @@ UNDERSCORED = {
     "state_dict_saver": "_save_state_dict _stateful_to_state_dict",
     "utils": "_DistWrapper _get_failure_dict _all_gather_keys _assert_same_keys _element_wise_add _element_wise_sub "
     "_ReaderView _create_file_view _normalize_device_info _profile _api_bc_check _find_shard _wrap_exception",
-    "metadata": "STATE_DICT_TYPE STORAGE_TYPES",
+    "metadata": "STATE_DICT_TYPE STORAGE_TYPES _MEM_FORMAT_ENCODING",
     "_nested_dict": "flatten_state_dict unflatten_state_dict FLATTEN_MAPPING",
     "_traverse": "OBJ_PATH PATH_ITEM traverse_state_dict_v_2_3 STATE_DICT_ITEM CONTAINER_TYPE",
     "_storage_utils": "_storage_setup",
@@ -45,13 +44,7 @@ UNDERSCORED = {
     "logger": "_dcp_method_logger",
     "logging_handlers": "DCP_LOGGER_NAME",
 }
-OTHER_PARAMETERS = {
-    "find_tensor_shard": "ours calls the tensor `value`",
-    "set_element": "ours calls the dict `root`",
-    "get_element": "ours calls the dict `root`",
-    "DefaultLoadPlanner.finish_plan": "ours is called as that of `LoadPlanner`",
-    "DynamicMetaLoadPlanner.finish_plan": "ours is called as that of `LoadPlanner`",
-}
+OTHER_PARAMETERS = {}
 NAMES = [m.name for m in pkgutil.iter_modules(torch_dcp.__path__) if m.name not in LEFT_OUT]
 
 

@@ -1,5 +1,8 @@
 """Torch's own `dcp.save` and `dcp.load` with Milepost's storage."""
 
+import io
+import pickle
+
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -8,6 +11,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import milepost
 import milepost.dcp
+from milepost.comm import Solo
 from milepost.dcp import MilepostReader, MilepostWriter
 from ranks import spawn
 
@@ -111,3 +115,74 @@ def test_one_process_without_a_group(tmp_path):
     torch_dcp.load(target, storage_reader=MilepostReader(tmp_path))
     assert target["w"].tolist() == [1.0, 1.0, 1.0]
     assert target["n"] == 1
+
+
+def a_failure_between_cached_plans(rank, folder):
+    class Planner(torch_dcp.DefaultSavePlanner):
+        fails = False
+
+        def set_up_planner(self, *args, **kwargs):
+            if self.fails and rank == 1:
+                raise ValueError("no")
+            super().set_up_planner(*args, **kwargs)
+
+    planner, writer = Planner(enable_plan_caching=True), MilepostWriter(folder)
+    found = []
+    for number in range(4):
+        planner.fails = number == 1
+        try:
+            torch_dcp.save(state_of(number), storage_writer=writer, planner=planner)
+        except torch_dcp.CheckpointException as error:
+            found.append(list(error.failures))
+        else:
+            found.append(loaded(state_of(9), folder))
+    return found
+
+
+def test_saves_with_cached_plans_go_on_after_one_that_failed_on_one_rank(tmp_path):
+    for found in spawn(2, a_failure_between_cached_plans, tmp_path):
+        assert found == [expected(0), [1], expected(2), expected(3)]
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint.verify().ok
+
+
+def replaced_between_ranks(rank, folder):
+    class Slow(MilepostReader):
+        def read_metadata(self, *args, **kwargs):
+            if rank == 1:
+                torch.distributed.barrier()
+                milepost.save({"w": torch.full((3,), 2.0)}, folder, process_group=Solo())
+            found = super().read_metadata(*args, **kwargs)
+            if rank == 0:
+                torch.distributed.barrier()
+            return found
+
+    milepost.save({"w": torch.full((3,), 1.0)}, folder)
+    try:
+        torch_dcp.load({"w": torch.zeros(3)}, storage_reader=Slow(folder))
+    except torch_dcp.CheckpointException as error:
+        return str(error)
+
+
+def test_a_checkpoint_that_is_replaced_while_torchs_load_opens_it_is_not_mixed(tmp_path):
+    for text in spawn(2, replaced_between_ranks, tmp_path):
+        assert "was replaced while the ranks opened it" in text
+
+
+class Harmful:
+    def __reduce__(self):
+        return print, ("this was run",)
+
+
+@pytest.mark.parametrize("protocol", [0, 4])
+def test_bytes_that_are_a_harmful_pickle_are_not_run_by_torchs_planner(tmp_path, capsys, protocol):
+    state = {"x": io.BytesIO(pickle.dumps(Harmful(), protocol)), "n": 1}
+    milepost.save(state, tmp_path, planner=milepost.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+    for load in (
+        lambda: torch_dcp.load({"x": 0, "n": 0}, storage_reader=MilepostReader(tmp_path)),
+        lambda: milepost.dcp.load({"x": 0}, checkpoint_id=tmp_path, planner=torch_dcp.DefaultLoadPlanner()),
+        lambda: milepost.load({"x": 0}, tmp_path, planner=torch_dcp.DefaultLoadPlanner()),
+    ):
+        with pytest.raises((torch_dcp.CheckpointException, milepost.CheckpointError), match="'x'"):
+            load()
+    assert "this was run" not in capsys.readouterr().out

@@ -15,6 +15,7 @@ from torch.futures import Future
 import milepost.dcp
 from milepost.by_plans import is_local
 from milepost.dcp import MilepostReader, MilepostWriter
+from milepost.dcp.filesystem import CURRENT_DCP_VERSION
 from ranks import spawn
 
 
@@ -553,3 +554,15 @@ def test_the_parts_of_a_dtensor_are_those_of_torch(tmp_path):
 
 def test_milepost_storage_for_torchs_own_functions_is_here_too():
     assert MilepostWriter.__module__ == MilepostReader.__module__ == "milepost.torch_border"
+
+
+def test_ids_version_and_positional_storage_are_as_torchs_tests_expect(tmp_path):
+    writer = milepost.dcp.FileSystemWriter(tmp_path)
+    with pytest.warns(UserWarning, match="by its name"):  # as programs of torch 2.2 do
+        milepost.dcp.save({"a": torch.zeros(4, 4)}, writer)
+    reader = milepost.dcp.FileSystemReader(tmp_path)
+    told = reader.read_metadata().storage_meta
+    assert (str(told.checkpoint_id), told.save_id, told.load_id) == (str(tmp_path), writer.save_id, reader.load_id)
+    planner = milepost.dcp.DefaultLoadPlanner()
+    milepost.dcp.load({"a": torch.zeros(4, 4)}, checkpoint_id=tmp_path, planner=planner)
+    assert planner.metadata.version == CURRENT_DCP_VERSION

@@ -182,7 +182,7 @@ def test_what_is_not_there_is_named():
     for index, text in [
         (MetadataIndex("x"), "Could not find FQN: 'x'"),
         (MetadataIndex("w", (2,)), "'w' is not a ShardedTensor"),
-        (MetadataIndex("v", (0,)), "'v' is not a tensor"),
+        (MetadataIndex("v", (0,)), "'v' is not a ShardedTensor"),
         (MetadataIndex("s"), "no offset was provided"),
         (MetadataIndex("s", (0,)), "Could not find shard at"),
     ]:

@@ -14,6 +14,9 @@ from milepost.comm.board import BoardComm
 from milepost.errors import InvalidRequest, RanksMissing
 
 _FIRST_LOOK_S = 0.001
+_PIECE_BYTES = 4 << 20
+"""Torch's store hangs up on whoever sends more than 8 MiB at once."""
+_WHOLE, _IN_PIECES = b"\0", b"\1"
 
 
 class TorchBoard:
@@ -24,18 +27,37 @@ class TorchBoard:
         self._slowest_look_s = min(0.02 + size / 10_000, 1.0)
         own = store.clone() if hasattr(store, "clone") else store
         self._store = c10d.PrefixStore(f"milepost{channel}", own)
+        self._pieces: dict[str, int] = {}
 
     def pin(self, name: str, note: bytes) -> None:
         """Put a note on the board, in place of one that has the name already."""
         with _reachable():
-            self._store.set(name, note)  # type: ignore[arg-type]  # the stub says str; bytes are taken as they are
+            if len(note) < _PIECE_BYTES:
+                self._set(name, _WHOLE + note)
+                return
+            starts = range(0, len(note), _PIECE_BYTES)
+            self._pieces[name] = max(len(starts), self._pieces.get(name, 0))
+            for i, start in enumerate(starts):
+                self._set(_piece(name, i), note[start : start + _PIECE_BYTES])
+            # Last: whoever sees this finds the pieces.
+            self._set(name, _IN_PIECES + len(starts).to_bytes(8, "big"))
+
+    def _set(self, name: str, note: bytes) -> None:
+        self._store.set(name, note)  # type: ignore[arg-type]  # the stub says str; bytes are taken as they are
 
     def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
         """These notes, as soon as all are there; None for those that are not there in time."""
         with _reachable():
             if not names or self._appear(names, timeout_s):
-                return [bytes(note) for note in self._store.multi_get(names)] if names else []
-            return [bytes(self._store.get(name)) if self._store.check([name]) else None for name in names]
+                found = self._store.multi_get(names) if names else []
+                return [self._joined(name, note) for name, note in zip(names, found, strict=True)]
+            return [self._joined(name, self._store.get(name)) if self._store.check([name]) else None for name in names]
+
+    def _joined(self, name: str, note: bytes) -> bytes:
+        if note[:1] == _WHOLE:
+            return bytes(note[1:])
+        count = self._pieces[name] = int.from_bytes(note[1:], "big")
+        return b"".join(bytes(self._store.get(_piece(name, i))) for i in range(count))
 
     def _appear(self, names: list[str], timeout_s: float) -> bool:
         """Look again and again, ever more slowly: a wait inside the store could not be interrupted, and logs."""
@@ -57,6 +79,12 @@ class TorchBoard:
         """Take a note off the board, if it is there."""
         with _reachable():
             self._store.delete_key(name)
+            for i in range(self._pieces.pop(name, 0)):
+                self._store.delete_key(_piece(name, i))
+
+
+def _piece(name: str, i: int) -> str:
+    return f"{name}/piece/{i}"
 
 
 @contextlib.contextmanager
@@ -87,6 +115,8 @@ def ranks_of(group: Any, timeout_s: float, lead: int = 0, channel: str = "") -> 
     members = dist.get_process_group_ranks(group)
     if len(members) == 1:
         return _Alone(members[0])
+    if not 0 <= lead < len(members):
+        raise InvalidRequest(f"the rank that decides is one of 0 to {len(members) - 1}, not {lead}")
     positions = {rank: i for i, rank in enumerate(members)}
     size, rank = len(members), dist.get_rank(group)
     if channel:

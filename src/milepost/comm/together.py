@@ -113,7 +113,20 @@ def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | Non
 def failure_of(error: BaseException) -> Failure:
     """An error as a record that can travel."""
     trace = "".join(traceback.format_exception(error))
-    return Failure(type(error).__name__, str(error), trace[-8000:], _original(error))
+    return Failure(_plain(type(error).__name__), _plain(_text(error)), _plain(trace[-8000:]), _original(error))
+
+
+def _text(error: BaseException) -> str:
+    """What an error says of itself. One that cannot must still reach the others."""
+    try:
+        return str(error)
+    except Exception as trouble:  # noqa: BLE001
+        return f"<it cannot be shown: {type(trouble).__name__}>"
+
+
+def _plain(text: str) -> str:
+    """The text without what has no UTF-8, such as names of files that are none."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _original(error: BaseException) -> bytes:

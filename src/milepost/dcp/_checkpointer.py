@@ -1,11 +1,13 @@
 """A save and a load with the same storage, planners and ranks each time."""
 
 from concurrent.futures import Future
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from milepost.dcp.calls import comm_of, opened, save_with
 from milepost.dcp.state_dict_loader import load
 from milepost.dcp.state_dict_saver import async_save
+from milepost.dcp.turns import wait_for_turn
 from milepost.planning import LoadPlanner, Metadata, SavePlanner, StorageReader, StorageWriter
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ class _Checkpointer:
     def save(self, state_dict: dict[str, Any]) -> Metadata:
         """Save."""
         comm = comm_of(self.process_group, self.no_dist, self.coordinator_rank)
-        return save_with(opened(state_dict), self.storage_writer, self.save_planner, comm)
+        wait_for_turn(self.storage_writer, self.save_planner)
+        return save_with(partial(opened, state_dict), self.storage_writer, self.save_planner, comm)
 
     def async_save(self, state_dict: dict[str, Any]) -> "Future[Any]":
         """Copy, and save in a thread."""

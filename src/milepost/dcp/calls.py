@@ -3,7 +3,7 @@
 import pickle
 import warnings
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 from milepost.api import TIMEOUT_S
@@ -17,7 +17,7 @@ from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.errors import CheckpointNotFound, RanksDisagree
 from milepost.filesystem import FileSystemWriter
 from milepost.plan_records import expand
-from milepost.planned import load_planned, place_of, save_planned
+from milepost.planned import MakeState, load_planned, place_of, save_planned
 from milepost.planning import DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlanner, StorageMeta, StorageWriter
 from milepost.saving import SaveOptions
 from milepost.state import is_stateful
@@ -35,29 +35,41 @@ def opened(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
 
 
-def save_with(state_dict: dict[str, Any], storage_writer: Any, planner: Any, comm: Comm) -> Metadata:
+def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -> Metadata:
     """Save by plans, with planners and storage of either side. Raises CheckpointException, the same on every rank."""
+    state = cache(state)
     with raising_checkpoint_exceptions("save", comm):
         writer, own = adapted_writer(storage_writer), adapted_save_planner(planner) or DefaultSavePlanner()
         if not isinstance(own, DefaultSavePlanner) or not is_local(own, writer):
-            return _save_planned(state_dict, writer, own, comm)
+            return _save_planned(state, writer, own, comm)
         assert isinstance(writer, FileSystemWriter)
         try:
             options = SaveOptions(metadata=writer.metadata, codec=own.codec, plans=Plans())
-            receipt = save_locally_planned(state_dict, writer, own, comm, options)
+            receipt = save_locally_planned(state, writer, own, comm, options)
         except RanksDisagree as error:
             # DCP takes one rank's and is silent. So does the global plan, or it says what cannot be saved at all.
-            metadata = _save_planned(state_dict, writer, own, comm)
+            metadata = _save_of_the_lowest(state, writer, own, comm)
             if comm.rank == comm.lead:
                 found = str(error).partition("\nWrap ")[0]
-                warnings.warn(f"{found}\nOne rank's was saved; milepost.save with PerRank keeps all.", stacklevel=3)
+                warnings.warn(
+                    f"{found}\nThe lowest rank's was saved; milepost.save with PerRank keeps all.", stacklevel=3
+                )
             return metadata
         writer.generation = receipt.generation
         return SavedMetadata(partial(_look_up, writer.store, receipt.generation))
 
 
-def _save_planned(state_dict: dict[str, Any], writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata:
-    made = save_planned(state_dict, writer, planner, comm)
+def _save_of_the_lowest(state: MakeState, writer: StorageWriter, planner: DefaultSavePlanner, comm: Comm) -> Metadata:
+    """Save what ranks have in common from the lowest rank that has it."""
+    kept, planner.dedup_save_to_lowest_rank = planner.dedup_save_to_lowest_rank, True
+    try:
+        return _save_planned(state, writer, planner, comm)
+    finally:
+        planner.dedup_save_to_lowest_rank = kept
+
+
+def _save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata:
+    made = save_planned(state, writer, planner, comm)
     packed = told(comm, Phase("saving to", place_of(writer), "telling"), lambda: pickle.dumps(made))
     metadata: Metadata = pickle.loads(packed)  # noqa: S301  # from a rank of this job
     return metadata if made is None else made
@@ -103,8 +115,10 @@ class SavedMetadata(Metadata):
         return Metadata, tuple(getattr(self, name) for name in _FIELDS)
 
 
-def load_with(state_dict: dict[str, Any], storage_reader: Any, planner: Any, comm: Comm) -> None:
-    """Load by plans, into `state_dict`. Raises CheckpointException, the same on every rank."""
+def load_with(
+    state: MakeState, storage_reader: Any, planner: Any, comm: Comm, apply: Callable[[], None] = lambda: None
+) -> None:
+    """Load by plans, into the state, and then `apply`. Raises CheckpointException, the same on every rank."""
     with raising_checkpoint_exceptions("load", comm):
         reader, own = adapted_reader(storage_reader), adapted_load_planner(planner) or DefaultLoadPlanner()
-        load_planned(state_dict, reader, own, comm)
+        load_planned(cache(state), reader, own, comm, apply)

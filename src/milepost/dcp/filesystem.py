@@ -12,9 +12,14 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemBase,
     SerializationFormat,
-    _generate_uuid,  # noqa: F401  # frameworks import it
+    _generate_uuid,  # noqa: F401  # frameworks import these
+    _item_size,  # noqa: F401
+    _metadata_fn,  # noqa: F401
+    _OverlappingCpuLoader,  # noqa: F401
+    _SerialCpuLoader,  # noqa: F401
     _StorageInfo,  # noqa: F401
     _StoragePrefix,  # noqa: F401
+    _TensorLoader,  # noqa: F401
 )
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type as _their_split
 from torch.distributed.checkpoint.filesystem import _write_item as _their_write_item
@@ -22,6 +27,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
 from milepost import filesystem
+from milepost.core.manifest import VERSION
 from milepost.errors import CheckpointError
 from milepost.extension import ExtensionRegistry, StreamTransformExtension
 from milepost.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner, ReadItem, ValueIO, WriteItem, WriteResult
@@ -32,6 +38,7 @@ from milepost.values import Codec
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
 DEFAULT_SUFFIX = ".safetensors"
+CURRENT_DCP_VERSION = str(VERSION)
 
 
 def _path(where: Where) -> Any:

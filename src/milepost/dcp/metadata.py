@@ -2,6 +2,8 @@
 
 import os
 
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: F401  # frameworks import it
+
 from milepost.planning import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,

@@ -1,6 +1,7 @@
 """`load`."""
 
 import os
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from milepost.dcp._storage_utils import storage_setup
@@ -25,7 +26,7 @@ def load_state_dict(
 ) -> None:
     """`load` as it was called before, with the rank that decides; stateful objects are not opened."""
     storage_reader.reset()
-    load_with(state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
+    load_with(lambda: state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
 
 
 @taking_storage_second
@@ -45,13 +46,19 @@ def load(
     """
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
     keys = sorted(state_dict, key=str)
-    flat = {k: state_dict[k].state_dict() if is_stateful(state_dict[k]) else state_dict[k] for k in keys}
-    load_with(flat, reader, planner, comm_of(process_group, no_dist))
-    for key in keys:
-        if is_stateful(state_dict[key]):
-            state_dict[key].load_state_dict(flat[key])
-        else:
-            state_dict[key] = flat[key]
+
+    @cache
+    def flat() -> dict[str, Any]:
+        return {k: state_dict[k].state_dict() if is_stateful(state_dict[k]) else state_dict[k] for k in keys}
+
+    def apply() -> None:
+        for key in keys:
+            if is_stateful(state_dict[key]):
+                state_dict[key].load_state_dict(flat()[key])
+            else:
+                state_dict[key] = flat()[key]
+
+    load_with(flat, reader, planner, comm_of(process_group, no_dist), apply)
 
 
 def _load_state_dict(
@@ -62,7 +69,7 @@ def _load_state_dict(
     no_dist: bool = False,
     planner: LoadPlanner | None = None,
 ) -> None:
-    load_with(state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
+    load_with(lambda: state_dict, storage_reader, planner, comm_of(process_group, no_dist, coordinator_rank))
 
 
 def _load_state_dict_from_keys(
@@ -75,5 +82,5 @@ def _load_state_dict_from_keys(
     """The checkpoint, or what stands below these keys, as a new state on the CPU."""
     state: dict[str, Any] = {}
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
-    load_with(state, reader, EmptyStateDictLoadPlanner(keys=keys), comm_of(process_group, no_dist=False))
+    load_with(lambda: state, reader, EmptyStateDictLoadPlanner(keys=keys), comm_of(process_group, no_dist=False))
     return state

@@ -3,16 +3,19 @@
 import os
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from milepost.comm import Comm
 from milepost.dcp._storage_utils import storage_setup
+from milepost.dcp.api import CheckpointException
 from milepost.dcp.calls import comm_of, opened, save_with
 from milepost.dcp.channels import next_channel
+from milepost.dcp.turns import earlier, enter, wait_for_turn
 from milepost.planning import Metadata, SavePlanner, StorageWriter
 
 if TYPE_CHECKING:
@@ -49,8 +52,9 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """`save` as it was called before, with the rank that decides; stateful objects are not opened."""
+    wait_for_turn(storage_writer, planner)
     storage_writer.reset()
-    return save_with(state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
+    return save_with(lambda: state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
 
 
 @taking_storage_second
@@ -70,8 +74,9 @@ def save(
     CheckpointException on all. `use_collectives=False` changes nothing.
     """
     del use_collectives
+    wait_for_turn(storage_writer, planner)
     writer = storage_setup(storage_writer, checkpoint_id, reader=False)
-    return save_with(opened(state_dict), writer, planner, comm_of(process_group, no_dist))
+    return save_with(partial(opened, state_dict), writer, planner, comm_of(process_group, no_dist))
 
 
 def async_save(
@@ -90,7 +95,8 @@ def async_save(
 
     With a stager that copies in the background: both futures, `staging_completion` and `upload_completion`. Ranks meet
     through the job's key-value store and not the process group, so training may use that meanwhile, and no CPU backend is
-    needed. `async_checkpointer_type` changes nothing: it is always a thread.
+    needed. `async_checkpointer_type` changes nothing: it is always a thread. Saves that share a planner, a writer or a
+    stager are done one after the other.
     """
     del use_collectives, async_checkpointer_type
     # A name that all ranks give this call, as they make the same ones in the same order.
@@ -98,15 +104,18 @@ def async_save(
     comm = comm_of(process_group, no_dist, channel=channel)
     own = async_stager is None and not isinstance(storage_writer, AsyncStager)
     stager: Any = DefaultStager(StagingOptions(False, False, False, False)) if own else async_stager or storage_writer
-    staged = stager.stage(opened(state_dict))
-
-    def upload() -> Metadata:
-        state = staged.result() if isinstance(staged, Future) else staged
-        return save_with(state, storage_setup(storage_writer, checkpoint_id, reader=False), planner, comm)
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-async-save")
-    uploaded = executor.submit(upload)
-    executor.shutdown(wait=False)  # it ends when the save has
+    shared = (storage_writer, planner, async_stager)
+    if not own and getattr(stager, "cache_staged_state_dict", True):
+        wait_for_turn(*shared)  # it may copy into the memory that an earlier save still writes from
+    staged: Any = Future()
+    try:
+        staged = stager.stage(opened(state_dict))
+    except Exception as error:
+        # The other ranks hear of it where they wait: in their saves.
+        staged.set_exception(error)
+        _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
+        raise
+    uploaded = _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
     if own:
         uploaded.add_done_callback(lambda _: stager.close())
     if isinstance(staged, Future):
@@ -116,6 +125,32 @@ def async_save(
     if stager.should_synchronize_after_execute:
         stager.synchronize_staging()
     return uploaded
+
+
+def _in_background(save: Callable[[], Metadata], shared: tuple[Any, ...]) -> "Future[Metadata]":
+    """Run a save in a thread of its own, after those under way that use one of the same objects."""
+    before = earlier(*shared)
+
+    def run() -> Metadata:
+        wait(before)
+        return save()
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-async-save")
+    future = executor.submit(run)
+    executor.shutdown(wait=False)  # it ends when the save has
+    enter(future, *shared)
+    return future
+
+
+def _upload(staged: Any, storage_writer: Any, checkpoint_id: Any, planner: Any, comm: Comm) -> Metadata:
+    """Save what was staged. A failure to stage reaches the other ranks as a failure of this one, and is raised here."""
+    in_future = isinstance(staged, Future)
+    try:
+        writer = storage_setup(storage_writer, checkpoint_id, reader=False)
+        return save_with(staged.result if in_future else lambda: staged, writer, planner, comm)
+    except CheckpointException as error:
+        failed = staged.exception() if in_future else None
+        raise failed or error from None
 
 
 def _pass_on(ready: "Future[None]", staged: "Future[Any]") -> None:
@@ -139,4 +174,5 @@ def _save_state_dict(
     use_collectives: bool = True,
 ) -> Metadata:
     del use_collectives
-    return save_with(state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
+    wait_for_turn(storage_writer, planner)
+    return save_with(lambda: state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))

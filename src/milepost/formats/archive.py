@@ -138,9 +138,12 @@ class Archive:
         record = self.records.get(name)
         if record is None:
             raise self._damaged(f"its record {name[:200]!r} is missing")
-        header = _LOCAL.unpack(self._bytes(record.header_at, _LOCAL.size))
+        spelled = name.encode("utf-8", "replace")
+        data = self._bytes(record.header_at, _LOCAL.size + len(spelled))
+        header = _LOCAL.unpack_from(data)
         at = record.header_at + _LOCAL.size + header[-2] + header[-1]
-        if header[0] != b"PK\3\4" or at + record.size_bytes > self._directory_at:
+        fits = header[0] == b"PK\3\4" and header[-2] == len(spelled) and data[_LOCAL.size :] == spelled
+        if not fits or at + record.size_bytes > self._directory_at:
             raise self._damaged(f"its record {name[:200]!r} is not where it should be")
         return self._start + at, record
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from milepost.core.box import Shape, check_shape, strides_of
 from milepost.core.dtypes import DTYPES
+from milepost.core.limits import MAX_DIMS
 from milepost.core.tree import FACTORIES
-from milepost.errors import CheckpointDamaged
+from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.formats.archive import Archive
-from milepost.formats.pickles import BadPickle, Maker, Opaque, Record, load, make_set
+from milepost.formats.pickles import BadPickle, Maker, Opaque, Record, load
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -79,6 +80,8 @@ def read_content(archive: Archive, what: str) -> Any:
         return load(data, _find, _storage)
     except (BadPickle, RecursionError) as error:
         raise CheckpointDamaged(f"{what}: {error}") from None
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{what}: {error}") from None
 
 
 def read_tensor(archive: Archive, what: str) -> Strided:
@@ -88,6 +91,8 @@ def read_tensor(archive: Archive, what: str) -> Strided:
         found = _tensor_alone(data) if len(data) <= _ALIKE_BYTES else load(data, _find, _storage)
     except (BadPickle, RecursionError) as error:
         raise CheckpointDamaged(f"{what}: {error}") from None
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{what}: {error}") from None
     if not isinstance(found, Strided):
         raise CheckpointDamaged(f"{what} holds a {type(found).__name__}, not a tensor")
     return found
@@ -132,7 +137,10 @@ def _tensor_v3(
 
 
 def _make(storage: Any, dtype: str, offset: Any, shape: Any, strides: Any, notes: Any) -> Strided:
-    shape, strides, notes = tuple(shape), tuple(strides), notes or {}
+    notes = notes or {}
+    if any(not isinstance(sizes, (tuple, list)) or len(sizes) > MAX_DIMS for sizes in (shape, strides)):
+        raise BadPickle("a tensor has no possible shape")
+    shape, strides = tuple(shape), tuple(strides)
     if not isinstance(storage, Storage) or not isinstance(notes, dict) or set(notes) - {"conj", "neg"}:
         raise BadPickle("a tensor is not described as torch does")
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)):
@@ -154,7 +162,8 @@ def _inner(tensor: Any, *_: Any) -> Any:
 
 def _from_type(make: Any, kind: Any, args: Any, _: Any = None) -> Any:
     """A tensor with attributes of its own, which are dropped; a subclass of Tensor stays opaque."""
-    if isinstance(make, Maker) and isinstance(kind, Maker) and kind.name in ("Tensor", "Parameter"):
+    rebuilds = isinstance(make, Maker) and make.make in (_tensor, _tensor_v3, _inner)
+    if rebuilds and isinstance(kind, Maker) and kind.name in ("Tensor", "Parameter"):
         return make.make(*args)
     return Opaque("a subclass of torch.Tensor")
 
@@ -176,7 +185,13 @@ def _is(kind: Any, value: Any) -> Any:
 
 
 def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
-    return OrderedDict(_is(list, items) if items else ())
+    if items:  # Python 3 sets them afterwards, as those of any dict
+        raise BadPickle("an OrderedDict has its items as an argument")
+    return OrderedDict()
+
+
+def _set_of(kind: Any) -> Any:
+    return lambda items=(): kind(_is((list, tuple), items))
 
 
 def _default(factory: Any = None) -> Any:
@@ -236,13 +251,16 @@ def _table() -> dict[tuple[str, str], Any]:
         ("numpy._core.multiarray", "scalar"): _scalar,
     }
     for module in _BUILTINS:
-        makers |= {(module, "set"): make_set(set), (module, "frozenset"): make_set(frozenset)}
         makers |= {(module, "complex"): lambda a, b: complex(_is(float, a), _is(float, b))}
         makers |= {(module, "bytes"): lambda: b"", (module, "bytearray"): _byte_array}
         makers |= {(module, name): _opaque for name in ("dict", "list", "int", "float", "str")}
     for name in _STORAGES:
         makers |= {(module, name): _opaque for module in ("torch", "torch.storage")}
-    return {key: Maker(key[1], function) for key, function in makers.items()}
+    table = {key: Maker(key[1], function) for key, function in makers.items()}
+    for module in _BUILTINS:
+        for kind in (set, frozenset):
+            table[module, kind.__name__] = Maker(kind.__name__, _set_of(kind), hashes=True)
+    return table
 
 
 def _find(module: str, name: str) -> Any:

@@ -9,22 +9,24 @@ import xxhash
 
 from milepost.core.box import Box, Shape, check_shape
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import MAX_DEPTH, MAX_RANKS, MIB
+from milepost.core.limits import MAX_DEPTH, MAX_DIMS, MAX_RANKS, MIB
 from milepost.core.tree import Path
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
 from milepost.formats.archive import MAX_PICKLE_BYTES, Archive, Window
-from milepost.formats.content import read_content
+from milepost.formats.content import Strided, read_content
 from milepost.formats.files import Item
 from milepost.formats.pickles import BadPickle, Maker, Record, load
 from milepost.formats.torchfile import placed_in
 from milepost.formats.unpack import unpack
-from milepost.formats.virtual import Found, Piece, Placed, Settler, rescue_from_bytes
+from milepost.formats.virtual import Allowance, Found, Piece, Placed, Settler, check_total, rescue_from_bytes
 from milepost.pause import CollectionPaused
 from milepost.store import Reader, Store
 from milepost.store.base import check_name
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 512 * MIB
+_MAX_TRANSFORMS = 16
+_MAX_DIGITS = 18
 _RANK = re.compile(r"__([0-9]{1,6})_[0-9]+\.distcp")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -60,8 +62,11 @@ def read_dcp(store: Store) -> Found:
         metadata = load(data, _find)
         entries = _fields(metadata, "Metadata")["state_dict_metadata"]
         stored = {_index(index): _item(info) for index, info in metadata.fields["storage_data"].items()}
+        _check_chunks(entries, len(data))
         described = {key: _described(key, entry) for key, entry in entries.items()}
-        paths = _paths(metadata.fields.get("planner_data"), entries)
+        paths = _paths(metadata.fields.get("planner_data"), entries, Allowance().grow(len(data)))
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{where}: {error}") from None
     except (BadPickle, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(f"{where} is not what DCP writes: {str(error)[:300]}") from None
     names = sorted({name for name, _ in stored.values()})
@@ -75,10 +80,11 @@ def read_dcp(store: Store) -> Found:
     leaves: dict[str, Any] = {}
     for key, tensor in described.items():
         if tensor is None:
-            leaves[key] = values.read(key, *_stored(stored, key, None, where), numbers)
+            leaves[key] = values.read(key, *_stored(stored, key, None, where, alone=True), numbers)
         else:
             leaves[key] = _placed(key, *tensor, stored, numbers, where)
     values.close()
+    check_total(where, values.tensors, sum(sizes.values()))
     state = _nest(where, {key: (paths[key], leaf) for key, leaf in leaves.items()})
     ranks = [int(match[1]) for name in names if (match := _RANK.fullmatch(name))]
     files = tuple((name, sizes[name]) for name in names)
@@ -131,7 +137,10 @@ def _index(value: Any) -> tuple[str, Shape | None]:
 def _item(value: Any) -> tuple[str, Item]:
     fields = _fields(value, "_StorageInfo")
     offset, length = _shape((fields["offset"], fields["length"]))
-    transforms = tuple(_text(text) for text in fields.get("transform_descriptors") or ())
+    transforms = fields.get("transform_descriptors") or ()
+    if not isinstance(transforms, (list, tuple)) or len(transforms) > _MAX_TRANSFORMS:
+        raise TypeError("transforms were expected")
+    transforms = tuple(map(_text, transforms))
     return _text(fields["relative_path"]), Item(offset, length, transforms)
 
 
@@ -142,7 +151,9 @@ def _text(value: Any) -> str:
 
 
 def _shape(value: Any) -> Shape:
-    if not isinstance(value, (tuple, list)) or any(type(n) is not int or not 0 <= n < 2**62 for n in value):
+    if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
+        raise TypeError("sizes were expected")
+    if any(type(n) is not int or not 0 <= n < 2**62 for n in value):
         raise TypeError("sizes were expected")
     return tuple(value)
 
@@ -165,16 +176,26 @@ def _described(key: Any, entry: Any) -> "tuple[str, Shape, list[Box]] | None":
     return dtype, shape, [Box(_shape(chunk["offsets"]), _shape(chunk["sizes"])) for chunk in chunks]
 
 
-def _paths(planner_data: Any, entries: dict[str, Any]) -> dict[str, Path]:
+def _check_chunks(entries: dict[str, Any], most: int) -> None:
+    """Refuse metadata in which many tensors have one long list of chunks: there are less chunks than bytes."""
+    for entry in entries.values():
+        chunks = entry.fields.get("chunks") if isinstance(entry, Record) else None
+        most -= len(chunks) if isinstance(chunks, (list, tuple)) else 0
+    if most < 0:
+        raise UnsafeCheckpoint("many tensors name the same chunks")
+
+
+def _paths(planner_data: Any, entries: dict[str, Any], allowance: Allowance) -> dict[str, Path]:
     """Where each key stands in the state; a key that the planner does not list stands there as it is."""
     known = planner_data if isinstance(planner_data, dict) else {}
     paths: dict[str, Path] = {}
     for key in entries:
         path = known.get(key)
+        if isinstance(path, tuple) and len(path) > MAX_DEPTH:
+            raise ValueError(f"{key[:200]!r} is nested too deeply")
         fits = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
         paths[key] = path if fits and isinstance(path, tuple) else (key,)
-        if len(paths[key]) > MAX_DEPTH:
-            raise ValueError(f"{key[:200]!r} is nested too deeply")
+        allowance.spend("the metadata", sum(len(part) if isinstance(part, str) else 1 for part in paths[key]))
     return paths
 
 
@@ -191,9 +212,9 @@ def _sizes(where: str, names: list[str], items: Iterable[tuple[str, Item]]) -> d
 
 
 def _stored(
-    stored: dict[tuple[str, Shape | None], tuple[str, Item]], key: str, offset: Shape | None, where: str
+    stored: dict[tuple[str, Shape | None], tuple[str, Item]], key: str, offset: Shape | None, where: str, alone: bool
 ) -> tuple[str, Item]:
-    found = stored.get((key, offset)) or stored.get((key, None))
+    found = stored.get((key, offset)) or (stored.get((key, None)) if alone else None)
     if found is None:
         raise CheckpointDamaged(f"{where} does not say where {key[:200]!r} is, at {offset}")
     return found
@@ -212,7 +233,7 @@ def _placed(
     for box in boxes:
         if not box.elements:
             continue
-        name, item = _stored(stored, key, box.offset, where)
+        name, item = _stored(stored, key, box.offset, where, alone=len(boxes) == 1)
         if not item.transforms and box.elements * DTYPES[dtype].size_bytes > item.length:
             raise CheckpointDamaged(f"{where}: the part {box.text} of {key[:200]!r} has too few bytes")
         pieces.append(Piece(box, numbers[name], item))
@@ -229,6 +250,8 @@ class _Values:
         self._store, self._sizes = store, sizes
         self._open: tuple[str, Reader, Window] | None = None
         self._items: dict[str, tuple[str, Item]] = {}
+        self._allowance = Allowance()
+        self.tensors: list[Placed] = []
 
     def read(self, key: str, name: str, item: Item, numbers: dict[str, int]) -> Any:
         """The value of a key, with places where it holds tensors."""
@@ -237,9 +260,14 @@ class _Values:
         window, start, length = self._bytes_of(name, item, what)
         archive = Archive(window, start, length, what)
         content = read_content(archive, what)
-        seen: dict[int, Any] = {}
+        seen: dict[int, tuple[Strided, Placed]] = {}
         inside = item if item.transforms else None
-        return Settler(what, length, lambda v: placed_in(archive, v, numbers[name], what, seen, inside)).settle(content)
+        allowed = self._allowance.grow(length)
+        found = Settler(what, allowed, lambda v: placed_in(archive, v, numbers[name], what, seen, inside)).settle(
+            content
+        )
+        self.tensors.extend(tensor for _, tensor in seen.values())
+        return found
 
     def _bytes_of(self, name: str, item: Item, what: str) -> tuple[Callable[[int, int], bytes], int, int]:
         if item.length > MAX_PICKLE_BYTES:
@@ -324,4 +352,6 @@ def _finished(node: Any) -> Any:
 
 
 def _number(name: Any) -> Any:
-    return int(name) if isinstance(name, str) and name.isascii() and name.isdigit() and str(int(name)) == name else name
+    if not isinstance(name, str) or len(name) > _MAX_DIGITS or not (name.isascii() and name.isdigit()):
+        return name
+    return int(name) if str(int(name)) == name else name

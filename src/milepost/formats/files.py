@@ -5,16 +5,17 @@ the file. Elsewhere, as in DCP's, whose items start at any byte, the entries are
 aligned addresses, and reading translates. Tensors that do not lie in one run are gathered when they are read.
 """
 
+import zlib
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from milepost.core.box import Box, Shape, boxes_of_run
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import KIB, PAGE_BYTES
+from milepost.core.limits import KIB, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest
 from milepost.core.plan import ReadItem
 from milepost.core.shardfile import Entry, Header
@@ -31,6 +32,8 @@ _ALIGN = 64
 _GAP = 32 * KIB
 """What lies between two entries is read over if it is at most so much: that is faster than another request."""
 _GATHER_BYTES = 512 * KIB
+_SMALL_STORAGE = 16 * MIB
+"""A storage that views are read from is checked if it has at most so much; else that would be far more than is wanted."""
 _SPREAD = 4
 """A strided region is read with what lies between its elements if that is at most so many times as much."""
 _HALVES = {"complex32": "<f2", "complex64": "<f4", "complex128": "<f8"}
@@ -46,12 +49,21 @@ class Item:
     transforms: tuple[str, ...] = ()
 
 
+class Storage(NamedTuple):
+    """A storage that an entry is a view of: where it starts, like the entry itself, its size and the CRC-32 of its bytes."""
+
+    start: int
+    size_bytes: int
+    crc: int
+
+
 @dataclass(frozen=True, slots=True)
 class Spot:
     """Where the bytes of an entry start, in its file or (`inside`) in an item that must be unpacked first.
 
     `order`: the dimensions from the outermost to the innermost, None where that is their own order. `strided`: set where
-    the entry does not lie in one run. `crc`: the CRC-32 of its bytes, 0 if there is none.
+    the entry does not lie in one run. `crc`: the CRC-32 of its bytes, 0 if there is none. `storage`: what
+    has a sum instead, where the entry is a part of it, or has its bytes in another way.
     """
 
     at: int
@@ -59,6 +71,7 @@ class Spot:
     strided: Strided | None = None
     crc: int = 0
     inside: Item | None = None
+    storage: Storage | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +94,13 @@ def spot_of(archive: Archive, tensor: Strided, what: str, inside: Item | None = 
     """Where a tensor of an archive lies."""
     start, crc = located(archive, tensor, what)
     size, order = DTYPES[tensor.dtype].size_bytes, order_of(tensor)
-    covers = (
-        tensor.offset == 0
-        and Box.whole(tensor.shape).elements * size
-        == archive.place(f"{archive.prefix}data/{tensor.storage.key}")[1].size_bytes
-    )
+    storage = Storage(start, tensor.storage.elements * DTYPES[tensor.storage.dtype].size_bytes, crc)
+    at = start + tensor.offset * size
     if order is None:
-        return Spot(start + tensor.offset * size, strided=tensor, inside=inside)
+        return Spot(at, strided=tensor, inside=inside, storage=storage)
+    covers = tensor.offset == 0 and Box.whole(tensor.shape).elements * size == storage.size_bytes
     in_rows = order == tuple(range(len(order)))
-    return Spot(start + tensor.offset * size, None if in_rows else order, None, crc if covers else 0, inside)
+    return Spot(at, None if in_rows else order, None, crc if covers else 0, inside, None if covers else storage)
 
 
 class ForeignFile(VerifiedFile):
@@ -106,6 +117,8 @@ class ForeignFile(VerifiedFile):
         self._checks = Sums()
         self._spots: dict[str, Spot] = {}
         self._unpacked: tuple[Item, bytes] | None = None
+        self._views: list[Slot] = []
+        self._right: set[tuple[Storage, Item | None]] = set()
         self._in_place = all(_is_aligned(slot) for slot in slots)
         self._sorted, self._starts, end = _lay_out(slots)
         self._places = {slot.name: i for i, slot in enumerate(self._sorted)}
@@ -138,6 +151,8 @@ class ForeignFile(VerifiedFile):
             if spot.inside is None and spot.strided is None and end > self._raw.size_bytes:
                 raise CheckpointDamaged(f"{self.where} ends before {slot.key[:200]!r} does, at byte {end}")
             self._spots[slot.name] = spot
+            if spot.storage is not None and spot.storage.size_bytes <= _SMALL_STORAGE:
+                self._views.append(slot)
             if spot.crc:
                 start = self._start(slot, spot)
                 self._checks.add(Sum(start, start + slot.size_bytes, spot.crc, slot.key))
@@ -172,6 +187,8 @@ class ForeignFile(VerifiedFile):
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
         """Fill the views with what lies from `start` on; what no known entry covers is left as it is."""
         known = self._checks.known
+        if verify:
+            self._check_views()
         if self._in_place:
             self._raw.read(start, views)
         else:
@@ -198,6 +215,30 @@ class ForeignFile(VerifiedFile):
                 self._gather_into(slot, spot, skipped, target)
         for position, target in _joined(requests):
             self._raw.read(position, target)
+
+    def _check_views(self) -> None:
+        """Check what was looked up and is a view: what has a sum is its storage."""
+        views, self._views = self._views, []
+        damaged = next(self._damaged_storages(views), None)
+        if damaged is not None:
+            self._views[:0] = views  # whoever asks again hears it again
+            raise CheckpointDamaged(damaged.reason)
+
+    def _damaged_storages(self, slots: Iterable[Slot]) -> Iterator[Damage]:
+        """Check the storages that these entries are views of, each once, as long as they are found to be right."""
+        for slot in slots:
+            spot = self._spots[slot.name]
+            storage, inside = spot.storage, spot.inside
+            if storage is None or not storage.crc or (storage, inside) in self._right:
+                continue
+            read = self._read_raw if inside is None else _from_memory(self._unpack(slot, inside))
+            crc, stop = 0, storage.start + storage.size_bytes
+            for at in range(storage.start, stop, _GATHER_BYTES):
+                crc = zlib.crc32(read(at, min(_GATHER_BYTES, stop - at)), crc)
+            if crc == storage.crc:
+                self._right.add((storage, inside))
+            else:
+                yield Damage(self.name, self._explain_sum(Sum(storage.start, stop, crc, slot.key)), (slot.name,))
 
     def _gather_into(self, slot: Slot, spot: Spot, start: int, views: list[memoryview]) -> None:
         """Fill views with an entry that does not lie in one run in the file, a little at a time."""
@@ -242,6 +283,8 @@ class ForeignFile(VerifiedFile):
                 self._spot(slot)
             except CheckpointError as error:
                 found.append(Damage(self.name, str(error), (slot.name,)))
+        self._right.clear()
+        found.extend(self._damaged_storages(self._slots[name] for name in self._spots))
 
         def make_worker() -> Callable[[int], None]:
             memory = memoryview(new_pages(transfer.block_bytes))
@@ -373,6 +416,14 @@ def _gather(read: Callable[[int, int], bytes], spot: Spot, start: int, stop: int
 def _gather_box(read: Callable[[int, int], bytes], spot: Spot, box: Box, into: Any, size: int) -> None:
     assert spot.strided is not None
     strides = spot.strided.strides
+    repeated = [dim for dim, n in enumerate(box.shape) if n > 1 and strides[dim] == 0]
+    if repeated:  # read once, or a small file could ask for any number of reads
+        for dim in repeated:
+            box = box.narrow(dim, 0, 1)
+        once = np.empty(box.shape, dtype=f"V{size}")
+        _gather_box(read, spot, box, once, size)
+        into[...] = once
+        return
     first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
     span = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
     if span <= max(_SPREAD * box.elements, _GAP // size):

@@ -122,17 +122,24 @@ def _parse(
         entries = _ENTRIES.decode(head[8:])
         entries.pop("__metadata__", None)
         places = {k: p.saved_offsets for k, p in _PLACES.decode(notes.get(_SHARDING, "{}")).items()}
-        data_bytes, held = file_bytes - len(head), 0
+        data_bytes = file_bytes - len(head)
         for key, entry in entries.items():
-            held += _check(key, entry, data_bytes)
+            _check(key, entry, data_bytes)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{what} is not a valid safetensors file: {str(error)[:300]}") from None
-    if held > data_bytes:
-        raise UnsafeCheckpoint(f"{what} has entries that overlap: they are larger than the file")
+    end = 0
+    for start, stop in sorted(entry.data_offsets for entry in entries.values()):
+        if start < end:
+            raise UnsafeCheckpoint(f"{what} has entries that overlap")
+        if start > end:
+            raise CheckpointDamaged(f"{what} has bytes that no entry holds, at {end}; does a key stand there twice?")
+        end = stop
+    if end != data_bytes:
+        raise CheckpointDamaged(f"{what} has {data_bytes - end} bytes behind its last entry")
     return entries, notes, places
 
 
-def _check(key: str, entry: Entry, data_bytes: int) -> int:
+def _check(key: str, entry: Entry, data_bytes: int) -> None:
     check_shape(entry.shape)
     start, end = entry.data_offsets
     if not 0 <= start <= end <= data_bytes:
@@ -140,7 +147,6 @@ def _check(key: str, entry: Entry, data_bytes: int) -> int:
     bits = 4 if entry.dtype == "F4" else 8 * STORED_SIZES.get(entry.dtype, 0)
     if bits and math.prod(entry.shape) * bits != 8 * (end - start):
         raise ValueError(f"{key[:200]!r} has {end - start} bytes, which do not fit {entry.dtype} {entry.shape}")
-    return end - start
 
 
 def _read_head(store: Store, name: str) -> tuple[bytes, int]:

@@ -3,11 +3,14 @@
 What a pickle names is looked up in a table that the caller gives. A table holds `Maker`s, which are our own functions
 that check their arguments and build plain data; there is no way from a name in the pickle to any other function. The
 `pickle` module is not used at all: its C code can be made to take any amount of memory by one opcode.
+
+What a pickle has made once it can name again with two bytes. So whatever takes longer for larger objects (copies, hashes) is
+counted, and may not be more than a few steps for each byte; and keys that hash alike, which make dicts slow, are few.
 """
 
 import struct
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,14 +19,24 @@ from milepost.errors import UnsafeCheckpoint
 Find = Callable[[str, str], Any]
 _MAX_INT_BYTES = 1024
 _MAX_KEY_DEPTH = 4
+_MAX_ALIKE = 64
+"""How many keys of one dict may have the same hash. Those of text and bytes are secret, of all others anyone can choose."""
+_STEPS_PER_BYTE = 4
+_SLACK_STEPS = 100_000
+_SHORT_INT = 2**60
+"""Integers below have a hash that no other has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """What a name in a pickle stands for: a function of ours that builds plain data from the arguments."""
+    """What a name in a pickle stands for: a function of ours that builds plain data from the arguments.
+
+    It may go through an argument, and not through what that holds. `hashes`: but its argument's items become keys.
+    """
 
     name: str
     make: Callable[..., Any]
+    hashes: bool = False
 
 
 class Record:
@@ -53,6 +66,9 @@ class Opaque:
         self.name = name
 
 
+_SIZED = (str, bytes, bytearray, list, tuple, dict, set, frozenset)
+
+
 class BadPickle(ValueError):
     """The bytes are no pickle that we read: damaged, or of a kind that nobody writes."""
 
@@ -78,6 +94,8 @@ class _Machine:
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
         self.memo: dict[int, Any] = {}
+        self.steps_left = _STEPS_PER_BYTE * len(data) + _SLACK_STEPS
+        self.alike: dict[int, Counter[int]] = {}
 
     def run(self) -> Any:
         data, steps, end = self.data, _STEPS, len(self.data)
@@ -119,6 +137,40 @@ class _Machine:
         self.stack = self.marks.pop()
         return items
 
+    def spend(self, steps: int) -> None:
+        """Count work that is not bounded by the bytes that ask for it."""
+        self.steps_left -= steps
+        if self.steps_left < 0:
+            raise UnsafeCheckpoint(
+                "a pickle uses the same objects again and again, for far more work than it has bytes"
+            )
+
+    def check_key(self, value: Any, alike: "Counter[int]") -> None:
+        """Refuse a key that is slow to hash, or that makes a dict slow; `alike` counts the hashes of the others in it."""
+        if type(value) in (str, bytes, Record) or (type(value) is int and -_SHORT_INT < value < _SHORT_INT):
+            return
+        self._check_depth(value, 0)
+        found = hash(value)
+        alike[found] += 1
+        if alike[found] > _MAX_ALIKE:
+            raise UnsafeCheckpoint("a pickle has many keys with the same hash, which nobody has by chance")
+
+    def _check_depth(self, value: Any, depth: int) -> None:
+        """A tuple of the same tuple twice, and so on, has 2**depth members."""
+        if isinstance(value, (tuple, frozenset)):
+            if depth > _MAX_KEY_DEPTH:
+                raise UnsafeCheckpoint("a pickle has a key of tuples in tuples in tuples")
+            self.spend(len(value))
+            for item in value:
+                self._check_depth(item, depth + 1)
+
+    def keys(self, items: list[Any]) -> list[Any]:
+        """The same items, checked as members of one set."""
+        alike: Counter[int] = Counter()
+        for item in items:
+            self.check_key(item, alike)
+        return items
+
     def made(self, value: Any) -> None:
         """Put something on the stack; what it was made of is taken off already."""
         self.stack.append(value)
@@ -132,6 +184,9 @@ class _Machine:
         if not isinstance(args, tuple):
             raise BadPickle("a pickle calls something without arguments")
         if isinstance(what, Maker):
+            self.spend(sum(len(arg) for arg in args if isinstance(arg, _SIZED)))
+            if what.hashes and args:
+                self.keys(args[0])
             try:
                 self.stack.append(what.make(*args))
             except (TypeError, ValueError, IndexError) as error:
@@ -150,6 +205,9 @@ class _Machine:
         state = self.stack.pop()
         target = self.stack[-1]
         if isinstance(target, Record):
+            parts = state if isinstance(state, tuple) else (state,)
+            self.spend(len(parts))
+            self.spend(sum(len(part) for part in parts if isinstance(part, dict)))
             target.build(state)
         elif not isinstance(target, (Opaque, OrderedDict)):  # the state of an OrderedDict is torch's `_metadata`
             raise UnsafeCheckpoint(f"a pickle sets the state of a {type(target).__name__}, which has none")
@@ -166,9 +224,11 @@ class _Machine:
         if isinstance(target, dict):
             if len(items) % 2:
                 raise BadPickle("a pickle has a key without a value")
+            alike = self.alike.get(id(target))
             for i in range(0, len(items), 2):
                 if type(items[i]) is not str:
-                    _check_key(items[i], 0)
+                    alike = self.alike.setdefault(id(target), Counter()) if alike is None else alike
+                    self.check_key(items[i], alike)
                 target[items[i]] = items[i + 1]
         elif not isinstance(target, Opaque):
             raise BadPickle(f"a pickle sets items of a {type(target).__name__}")
@@ -176,30 +236,12 @@ class _Machine:
     def add(self, items: list[Any]) -> None:
         target = self.stack[-1]
         if isinstance(target, set):
-            target.update(_keys(items))
+            alike = self.alike.setdefault(id(target), Counter())
+            for item in items:
+                self.check_key(item, alike)
+                target.add(item)
         elif not isinstance(target, Opaque):
             raise BadPickle(f"a pickle adds to a {type(target).__name__}")
-
-
-def _check_key(value: Any, depth: int) -> None:
-    """Refuse what is slow to hash: a tuple of the same tuple twice, and so on, has 2**depth members."""
-    if isinstance(value, (tuple, frozenset)):
-        if depth > _MAX_KEY_DEPTH:
-            raise UnsafeCheckpoint("a pickle has a key of tuples in tuples in tuples")
-        for item in value:
-            _check_key(item, depth + 1)
-
-
-def _keys(items: Iterable[Any]) -> Iterable[Any]:
-    """The members of a set, checked."""
-    for item in items:
-        _check_key(item, 0)
-        yield item
-
-
-def make_set(kind: type[set[Any]] | type[frozenset[Any]]) -> Callable[..., Any]:
-    """A function that makes a set of this kind from a list."""
-    return lambda items=(): kind(_keys(items))
 
 
 def _stop(m: _Machine) -> None:
@@ -333,7 +375,7 @@ _KNOWN: dict[int, Callable[[_Machine], Any]] = {
     ord("u"): lambda m: m.update(m.marked()),
     0x8F: _push(set),
     0x90: lambda m: m.add(m.marked()),
-    0x91: lambda m: m.made(frozenset(_keys(m.marked()))),
+    0x91: lambda m: m.made(frozenset(m.keys(m.marked()))),
     ord("c"): lambda m: m.named(m.line(), m.line()),
     0x93: _stack_global,
     ord("R"): _reduce,

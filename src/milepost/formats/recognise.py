@@ -1,5 +1,6 @@
 """Recognising what is at a place where there is no checkpoint of ours."""
 
+import re
 from itertools import islice
 
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
@@ -11,6 +12,7 @@ from milepost.store import LocalStore, Store
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
+_NUMBERED = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _MAX_NAMES = 100_000
 
 
@@ -35,6 +37,12 @@ def _read_folder(store: Store) -> Found | None:
     files = [name for name in names if name.endswith(".safetensors")]
     if not files and any(name.endswith(".distcp") for name in names):
         raise CheckpointNotFound(f"there is no checkpoint at {store.url}: a save of DCP that never finished left data")
+    if _SINGLE not in files and any(map(_NUMBERED.fullmatch, files)):
+        # The index is written last: without it these may be a part of the shards, or those of two conversions.
+        raise CheckpointNotFound(
+            f"there is no checkpoint at {store.url}: {_INDEX}, which says what belongs to these shards, is missing. "
+            "Was a conversion or a download not finished?"
+        )
     # As Hugging Face does: others beside it are adapters, or the same weights in another layout.
     files = [_SINGLE] if _SINGLE in files else files
     return read_files(store, files) if files else None

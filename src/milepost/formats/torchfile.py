@@ -3,17 +3,13 @@
 import xxhash
 
 from milepost.core.box import Box
-from milepost.core.limits import GIB
 from milepost.core.tree import Path
 from milepost.formats.archive import Archive, Window
 from milepost.formats.content import Dtype, Strided, read_content
 from milepost.formats.files import Item, spot_of
 from milepost.formats.pickles import Opaque
-from milepost.formats.virtual import Found, Piece, Placed, Settler, check_total, rescue_from_file
+from milepost.formats.virtual import Allowance, Found, Piece, Placed, Settler, check_total, rescue_from_file
 from milepost.store import Reader, Store
-
-_SHARED = 16
-"""How many times as large as its file the tensors of a state may be: those that share memory count each."""
 
 
 def read_torch_file(store: Store, name: str) -> Found:
@@ -26,11 +22,13 @@ def read_torch_file(store: Store, name: str) -> Found:
         size = archive.records[f"{archive.prefix}data.pkl"].size_bytes
         digest = xxhash.xxh3_64_digest(repr((reader.size_bytes, sorted(archive.records.items()))).encode())
         placed: dict[int, tuple[Strided, Placed]] = {}
-        state = Settler(what, size, lambda value: placed_in(archive, value, 0, what, placed)).settle(content)
+        state = Settler(what, Allowance().grow(size), lambda value: placed_in(archive, value, 0, what, placed)).settle(
+            content
+        )
         file_bytes = reader.size_bytes
     finally:
         reader.close()
-    check_total(what, (tensor for _, tensor in placed.values()), _SHARED * file_bytes + GIB)
+    check_total(what, (tensor for _, tensor in placed.values()), file_bytes)
     nested = isinstance(content, (dict, list, tuple))
 
     def rescue(path: Path) -> bytes:

@@ -15,7 +15,7 @@ from typing import Any
 from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Held, Layout, Whole
-from milepost.core.limits import MAX_DEPTH, PAGE_BYTES
+from milepost.core.limits import GIB, MAX_DEPTH, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.shardfile import entry_name
 from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
@@ -26,6 +26,10 @@ from milepost.store import Reader, Store
 from milepost.values import Codec
 
 _SLACK = 100_000
+_SLACK_LETTERS = 16 * MIB
+_LETTERS_PER_BYTE = 16
+_SHARED = 16
+"""How many times as large as its file the tensors of a state may be: those that share memory count each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,21 +155,41 @@ def _spelled(value: Any, key: str, rescue: Callable[[Path], bytes], path: Path) 
         return {"pickle": base64.b64encode(rescue(path)).decode()}
 
 
-class Settler:
-    """Goes through an object that came from a pickle, puts something in the place of its tensors, and keeps to limits.
+class Allowance:
+    """How much a checkpoint may hold: about as many objects as it has bytes, and some times as many letters.
 
-    A pickle can hold one list many times, so that few bytes stand for more objects than there are atoms: what is gone
-    through may not be more than there are bytes.
+    A pickle can hold one list many times, so that few bytes stand for more objects than there are atoms. Bytes, and the
+    names of dicts, which become parts of each key below, are spelled anew for each place where they stand.
     """
 
-    def __init__(self, what: str, pickle_bytes: int, replace: Callable[[Any], Any]) -> None:
-        self._what, self._left, self._replace = what, pickle_bytes + _SLACK, replace
+    def __init__(self) -> None:
+        self._objects, self._letters = _SLACK, _SLACK_LETTERS
 
-    def settle(self, value: Any, depth: int = 0) -> Any:
-        """The same object with its tensors replaced."""
-        self._left -= 1
-        if self._left < 0 or depth > MAX_DEPTH:
-            raise UnsafeCheckpoint(f"{self._what} holds itself, or more objects than bytes, or is nested too deeply")
+    def grow(self, size_bytes: int) -> "Allowance":
+        """Allow what so many bytes more can hold."""
+        self._objects += size_bytes
+        self._letters += _LETTERS_PER_BYTE * size_bytes
+        return self
+
+    def spend(self, what: str, letters: int) -> None:
+        """Count one object. Raises UnsafeCheckpoint, naming `what`, where they are too many."""
+        self._objects -= 1
+        self._letters -= letters
+        if self._objects < 0 or self._letters < 0:
+            raise UnsafeCheckpoint(f"{what} holds the same things again and again, far more than it has bytes")
+
+
+class Settler:
+    """Goes through an object that came from a pickle, puts something in the place of its tensors, and keeps to limits."""
+
+    def __init__(self, what: str, allowance: Allowance, replace: Callable[[Any], Any]) -> None:
+        self._what, self._allowance, self._replace = what, allowance, replace
+
+    def settle(self, value: Any, depth: int = 0, name_letters: int = 0) -> Any:
+        """The same object with its tensors replaced. `name_letters`: how long the key is that it stands under."""
+        self._allowance.spend(self._what, name_letters + _letters(value))
+        if depth > MAX_DEPTH:
+            raise UnsafeCheckpoint(f"{self._what} holds itself, or is nested too deeply")
         if isinstance(value, dict) and not all(map(_can_be_named, value)):
             return Opaque("a dict with keys of other types")
         if isinstance(value, dict):
@@ -173,11 +197,21 @@ class Settler:
             if isinstance(value, defaultdict):
                 empty = defaultdict(value.default_factory)
             for name, item in value.items():
-                empty[name] = self.settle(item, depth + 1)
+                letters = len(name) if type(name) is str else len(str(name))
+                empty[name] = self.settle(item, depth + 1, name_letters + letters)
             return empty
         if type(value) in (list, tuple):
             return type(value)(self.settle(item, depth + 1) for item in value)
         return self._replace(value)
+
+
+def _letters(value: Any) -> int:
+    """How much of a value is spelled anew wherever it stands, or looked at."""
+    if type(value) is str:
+        return 0 if value.isascii() else len(value)
+    if type(value) is int:
+        return value.bit_length() // 8
+    return len(value) if isinstance(value, (bytes, bytearray, set, frozenset, tuple)) else 0
 
 
 def _can_be_named(value: Any) -> bool:
@@ -226,8 +260,9 @@ def unpickled(archive: bytes | str, path: Path) -> Any:
     return value
 
 
-def check_total(what: str, tensors: Iterable[Placed], most_bytes: int) -> None:
-    """Refuse tensors that are out of all proportion to the file: views of one storage, many times over."""
+def check_total(what: str, tensors: Iterable[Placed], file_bytes: int) -> None:
+    """Refuse tensors that are out of all proportion to their files: views of one storage, many times over."""
+    most_bytes = _SHARED * file_bytes + GIB
     total = sum(Box.whole(t.shape).elements * DTYPES[t.dtype].size_bytes for t in tensors)
     if total > most_bytes:
         raise UnsafeCheckpoint(f"the tensors of {what} would take {total} bytes, far more than the file has")

@@ -3,6 +3,7 @@
 No rank has to ask another what there is: all see the source. So they meet twice, to agree on a name and to commit.
 """
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from milepost.core.ranks import pack_ranks
 from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
-from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree
+from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, StorageError
 from milepost.formats.write_content import Content, Late, LateReader, Piece, write_range
 from milepost.store import Store
 from milepost.transfer import Meter, Transfer
@@ -109,7 +110,8 @@ def write_milepost(
     except CheckpointError as error:
         # Where the lead did not answer it may still commit, and the file must stay; a later save sweeps it.
         if comm.size == 1 or error.failures:
-            store.delete(shard_name(save_id, comm.rank))
+            with contextlib.suppress(StorageError):  # the error that we met first says more
+                store.delete(shard_name(save_id, comm.rank))
         raise
     meter.finish()
 

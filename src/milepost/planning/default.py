@@ -94,6 +94,7 @@ class DefaultSavePlanner(SavePlanner):
         self._last: _Kept | None = None
         self._now = _Kept()
         self._finished = False
+        self._agreed: _Kept | None = None
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -109,6 +110,7 @@ class DefaultSavePlanner(SavePlanner):
         # A save that did not come as far as finish_plan on this rank leaves nothing to go back to: what the coordinator
         # remembers of it may be more.
         self._last = self._now if self._finished else None
+        self._agreed = self._now if self._now.all_plans else None
         self._now, self._finished = _Kept(), False
 
     def create_local_plan(self) -> SavePlan:
@@ -131,7 +133,7 @@ class DefaultSavePlanner(SavePlanner):
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Remove what is double, describe what is left, and check it. Raises ValueError with all that is wrong."""
-        last, now = self._last or _Kept(), self._now
+        last, now = self._agreed or _Kept(), self._now
         unchanged = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
         if unchanged and len(last.all_plans) != len(all_plans):
             raise InvalidRequest(
@@ -165,9 +167,10 @@ class DefaultSavePlanner(SavePlanner):
         if not self.enable_plan_caching:
             return new_plan
         if not new_plan.usable:
-            if self._last is None or self._last.final is None:
+            kept = self._now.final or (self._last.final if self._last is not None else None)
+            if kept is None:
                 raise InvalidRequest("this rank was told to use its last plan, and has none")
-            new_plan = renewed(self._last.final, new_plan)
+            new_plan = renewed(kept, new_plan)
         self._now.final, self._finished = new_plan, True
         return new_plan
 
@@ -266,9 +269,9 @@ class DefaultLoadPlanner(LoadPlanner):
         """The same plans."""
         return create_default_global_load_plan(global_plan)
 
-    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+    def finish_plan(self, new_plan: LoadPlan) -> LoadPlan:
         """The same plan."""
-        return central_plan
+        return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Decode a value and set it where it stands in the state."""

@@ -92,12 +92,12 @@ def traverse_state_dict(
         walk((str(key),), value)
 
 
-def set_element(root: MutableMapping[Any, Any], path: OBJ_PATH, value: Any) -> None:
+def set_element(root_dict: MutableMapping[Any, Any], path: OBJ_PATH, value: Any) -> None:
     """Set what stands at `path`, making the dicts and lists that are not there. Tuples on the way are replaced.
 
     Raises KeyError where something stands on the way that cannot hold the rest of the path.
     """
-    _set(root, path, value)
+    _set(root_dict, path, value)
 
 
 def _set(container: Any, path: OBJ_PATH, value: Any) -> Any:
@@ -127,9 +127,9 @@ def tuple_like(model: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
     return make(items)
 
 
-def get_element(root: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
+def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
     """What stands at `path`, or the default where there is nothing."""
-    found: Any = root
+    found: Any = root_dict
     for step in path:
         if isinstance(found, Mapping):
             key = _key_in(found, step)

@@ -157,16 +157,16 @@ def create_chunk_list(tensor: Any, describer: Describer | None = None) -> list[C
     raise ValueError(f"Unsupported Type, expecting one of [Tensor, DTensor, ShardedTensor], but got {type(tensor)}")
 
 
-def find_shard(value: Any, index: MetadataIndex, describer: Describer | None = None) -> torch.Tensor:
+def find_shard(tensor: Any, index: MetadataIndex, describer: Describer | None = None) -> torch.Tensor:
     """The local memory of the box that starts at `index.offset`. Raises ValueError where this rank does not hold it."""
-    if not is_distributed(value):
-        found: torch.Tensor = value
-        if hasattr(value, "__get_tensor_shard__"):
-            found = value.__get_tensor_shard__(border.to_torch(index))
+    if not is_distributed(tensor):
+        found: torch.Tensor = tensor
+        if hasattr(tensor, "__get_tensor_shard__"):
+            found = tensor.__get_tensor_shard__(border.to_torch(index))
         elif index.offset is not None and any(index.offset):
             raise ValueError(f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'")
         return found
-    parts = _solid(local_tensor(value, index.fqn, describer))
+    parts = _solid(local_tensor(tensor, index.fqn, describer))
     if index.offset is None:
         raise ValueError(f"Cannot lookup {index.fqn} since its a ShardedTensor and no offset was provided")
     hinted = parts[index.index : index.index + 1] if index.index is not None else ()
@@ -188,7 +188,7 @@ def find_state_dict_object(
     if isinstance(value, torch.Tensor) or is_distributed(value):
         return find_shard(value, index, describer)
     if index.offset is not None:
-        raise ValueError(f"FQN: '{index.fqn}' is not a tensor, can't find by offset: '{index.offset}'")
+        raise ValueError(f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'")
     return value
 
 
