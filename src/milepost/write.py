@@ -146,7 +146,9 @@ class _Source:
         self._data = [_made_for(entry, header, block_bytes) for entry in entries]
         self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]
         self._views: dict[int, memoryview] = {}
-        self.pinned = needs_pinned([data for data in self._data if isinstance(data, torch.Tensor)])
+        here = [data for data in self._data if isinstance(data, torch.Tensor)]
+        # What comes late comes from where the job computes.
+        self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
 
     def bytes_in(self, start: int, stop: int, block: Block, *, by_reference: bool) -> list[memoryview]:
         """Bytes start..stop, in `block` from its beginning, or partly as views of the tensors themselves."""
