@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+import torch.distributed.checkpoint._extension as torch_extension
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.futures import Future
@@ -477,13 +478,37 @@ def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, mon
         assert_full(state)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_path, monkeypatch):
+    class Theirs(Rot, torch_extension.StreamTransformExtension):
+        """The same for torch's writer, which closes the stream below."""
+
+        def transform_to(self, output):
+            inner = super().transform_to(output)
+            inner.close = output.close
+            return inner
+
+    state = {"w": WHOLE.clone(), "lr": 0.5}
+    writer = torch_dcp.FileSystemWriter(tmp_path, _extensions=[torch_extension.ZStandard(), Theirs()])
+    torch_dcp.save(state, storage_writer=writer, no_dist=True)
+    with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
+        milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
+    monkeypatch.setitem(milepost.extension.REGISTRY.extensions, "rot@tests", Rot)
+    found = milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
+    assert torch.equal(found["w"], WHOLE)
+    assert found["lr"] == 0.5
+
+
 def test_zstd_makes_it_smaller_and_a_bomb_is_refused(tmp_path, monkeypatch):
     state = {"a": torch.zeros(300_000)}
     milepost.save(state, storage_writer=FileSystemWriter(tmp_path, _extensions=[milepost.ZStandard()]))
     (path,) = tmp_path.glob("data/*/*")
     assert path.stat().st_size < 20_000
     monkeypatch.setattr(milepost.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10**8)))
-    with pytest.raises(CheckpointDamaged, match="1200000 bytes"):
+    with pytest.raises(milepost.UnsafeCheckpoint, match="more than 1200000 bytes"):
+        milepost.load({"a": torch.ones(300_000)}, tmp_path)
+    monkeypatch.setattr(milepost.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10)))
+    with pytest.raises(CheckpointDamaged, match="10 bytes"):
         milepost.load({"a": torch.ones(300_000)}, tmp_path)
 
 

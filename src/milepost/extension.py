@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from importlib.util import find_spec
 from typing import IO, Any
 
-from milepost.errors import CheckpointDamaged, InvalidRequest, UnsupportedFormat
+from milepost.errors import CheckpointDamaged, InvalidRequest, UnsafeCheckpoint, UnsupportedFormat
 
 _AT_ONCE_BYTES = 1 << 20
 
@@ -134,30 +134,29 @@ def transformed(data: Sequence[memoryview], extensions: Sequence[StreamTransform
 
 
 def restored(
-    stored: bytes, descriptors: Sequence[str], size_bytes: int, what: str, registry: ExtensionRegistry
+    stored: bytes, descriptors: Sequence[str], most_bytes: int, what: str, registry: ExtensionRegistry = REGISTRY
 ) -> bytes:
-    """The bytes as they were: exactly `size_bytes` of them, or CheckpointDamaged."""
+    """The bytes as they were before these transforms, the first of which was applied first.
+
+    Raises UnsupportedFormat for one that is not registered, CheckpointDamaged for bytes that it did not make, and
+    UnsafeCheckpoint where they would become more than `most_bytes`.
+    """
+    names = ", ".join(text[:80] for text in descriptors)
     try:
         extensions = registry.from_descriptor_list(descriptors)
-    except ValueError as error:
-        raise UnsupportedFormat(
-            f"{what} was stored with {', '.join(descriptors)}: {error}. Register it first."
-        ) from None
+    except (ValueError, InvalidRequest) as error:
+        raise UnsupportedFormat(f"{what} was stored with {names}: {error}") from None
     stream: IO[bytes] = io.BytesIO(stored)
     for extension in reversed(extensions):
         if not isinstance(extension, StreamTransformExtension):
-            raise UnsupportedFormat(
-                f"{what} was stored with {extension.get_descriptor()}, which is no stream transform"
-            )
+            raise UnsupportedFormat(f"{what} was stored with {names}, not all of which are stream transforms")
         stream = extension.transform_from(stream)
     found = bytearray()
     try:
-        while len(found) <= size_bytes and (piece := stream.read(_AT_ONCE_BYTES)):
+        while len(found) <= most_bytes and (piece := stream.read(_AT_ONCE_BYTES)):
             found += piece
     except Exception as error:
-        raise CheckpointDamaged(f"{what} cannot be restored by {', '.join(descriptors)}: {error}") from error
-    if len(found) != size_bytes:
-        raise CheckpointDamaged(
-            f"{what} is not {size_bytes} bytes after {', '.join(descriptors)}; was it another transform?"
-        )
+        raise CheckpointDamaged(f"{what} cannot be restored by {names}: {error}") from error
+    if len(found) > most_bytes:
+        raise UnsafeCheckpoint(f"{what} would become more than {most_bytes} bytes by undoing {names}")
     return bytes(found)

@@ -20,6 +20,7 @@ from milepost.core.box import Box, Shape, boxes_of_run, strides_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.core.plan import ReadItem
+from milepost.errors import CheckpointDamaged
 from milepost.extension import REGISTRY, ExtensionRegistry, restored
 from milepost.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.pause import CollectionPaused
@@ -100,6 +101,8 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
     size = item.source.elements * DTYPES[placement.dtype].size_bytes
     what = f"{file.where}: {item.name[:200]!r}"
     data = restored(file.packed(item), files.transforms[item.key], size, what, registry)
+    if len(data) != size:
+        raise CheckpointDamaged(f"{what} is {len(data)} bytes without its transforms, and should be {size}")
     source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(placement.dtype))
     wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
     same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()

@@ -8,12 +8,10 @@ import inspect
 import io
 import os
 from collections.abc import Callable
-from enum import Enum
 from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint import metadata as their_metadata
 from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as TheirLoadPlanner
@@ -36,54 +34,11 @@ from milepost.planning import (
     WriteItem,
     WriteResult,
     pack_value,
-    records,
     unpack_value,
 )
+from milepost.planning.border import ours, theirs
 from milepost.store import Where
 from milepost.values import Codec
-
-_NAMES = {
-    their_metadata: (
-        *("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("StorageMeta", "Metadata", "MetadataIndex"),
-    ),
-    their_planner: (
-        *("WriteItemType", "LoadItemType", "BytesIOWriteData", "TensorWriteData", "WriteItem", "ReadItem"),
-        *("SavePlan", "LoadPlan"),
-    ),
-    their_storage: ("WriteResult",),
-}
-_TO_OURS: dict[type, type] = {
-    getattr(module, name): getattr(records, name) for module, names in _NAMES.items() for name in names
-}
-_TO_THEIRS: dict[type, type] = {ours: theirs for theirs, ours in _TO_OURS.items()}
-
-
-def ours(value: Any) -> Any:
-    """The same with our records in place of torch's, at any depth of lists, tuples and dicts."""
-    return _crossed(value, _TO_OURS)
-
-
-def theirs(value: Any) -> Any:
-    """The same with torch's records in place of ours."""
-    return _crossed(value, _TO_THEIRS)
-
-
-def _crossed(value: Any, to: dict[type, type]) -> Any:
-    kind = type(value)
-    other = to.get(kind)
-    if other is not None:
-        if isinstance(value, Enum):
-            return other[value.name]  # type: ignore[index]
-        known = {field.name for field in dataclasses.fields(other)}
-        named = {f.name: _crossed(getattr(value, f.name), to) for f in dataclasses.fields(value) if f.name in known}
-        return other(**named)
-    if kind is list or kind is tuple:
-        return kind(_crossed(item, to) for item in value)
-    if kind is dict:
-        return {_crossed(key, to): _crossed(item, to) for key, item in value.items()}
-    return value
-
 
 # Theirs, used by our functions
 
@@ -235,10 +190,11 @@ class _TheirLoadPlanner(LoadPlanner):
         return found
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        given = _pickled(value)
-        if given is value and type(self.inner).load_bytes is TheirLoadPlanner.load_bytes:
-            given = _harmless(value, read_item.storage_index.fqn)
-        self.inner.load_bytes(theirs(read_item), given)
+        # Torch's own runs what a pickle says; a planner with a way of its own gets the bytes that it gave.
+        runs = type(self.inner).load_bytes is TheirLoadPlanner.load_bytes
+        if runs or isinstance(value, ValueIO):
+            value = _as_torch_saves(value, read_item.storage_index.fqn)
+        self.inner.load_bytes(theirs(read_item), value)
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         return self.inner.resolve_tensor(theirs(read_item))
@@ -247,20 +203,10 @@ class _TheirLoadPlanner(LoadPlanner):
         self.inner.commit_tensor(theirs(read_item), tensor)
 
 
-def _pickled(value: Any) -> Any:
-    """Bytes as torch's planners expect them: a value of ours becomes what `torch.save` would have written."""
-    if not isinstance(value, ValueIO):
-        return value
-    out = io.BytesIO()
-    torch.save(unpack_value(value, Codec(), "a value"), out)
-    out.seek(0)
-    return out
+def _as_torch_saves(value: io.BytesIO, key: str = "a value") -> io.BytesIO:
+    """What `torch.save` would have written for a value, made anew from what is plain in it.
 
-
-def _harmless(value: io.BytesIO, key: str) -> io.BytesIO:
-    """Bytes of a checkpoint for torch's own planner, which runs what a pickle says: made anew from what is plain in them.
-
-    Raises UnsafeCheckpoint for a pickle that names more than that, InvalidState for what torch could not read.
+    Raises UnsafeCheckpoint for a pickle that names more than that, InvalidState for what is no value.
     """
     out = io.BytesIO()
     torch.save(unpack_value(value, Codec(), key), out)
@@ -299,7 +245,8 @@ class SavePlannerForTorch:
 
     def resolve_data(self, write_item: Any) -> Any:
         """The data of an item; values as torch's readers expect them."""
-        return _pickled(self._inner.resolve_data(ours(write_item)))
+        data = self._inner.resolve_data(ours(write_item))
+        return _as_torch_saves(data, write_item.index.fqn) if isinstance(data, ValueIO) else data
 
 
 class LoadPlannerForTorch:

@@ -31,8 +31,8 @@ from milepost.core.manifest import VERSION
 from milepost.errors import CheckpointError
 from milepost.extension import ExtensionRegistry, StreamTransformExtension
 from milepost.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner, ReadItem, ValueIO, WriteItem, WriteResult
+from milepost.planning.border import ours, theirs
 from milepost.store import Where
-from milepost.torch_border import ours, theirs
 from milepost.values import Codec
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]

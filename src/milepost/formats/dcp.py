@@ -12,12 +12,12 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH, MAX_DIMS, MAX_RANKS, MIB
 from milepost.core.tree import Path
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
+from milepost.extension import restored
 from milepost.formats.archive import MAX_PICKLE_BYTES, Archive, Window
 from milepost.formats.content import Strided, read_content
-from milepost.formats.files import Item
+from milepost.formats.files import SLACK_BYTES, Item
 from milepost.formats.pickles import BadPickle, Maker, Record, load
 from milepost.formats.torchfile import placed_in
-from milepost.formats.unpack import unpack
 from milepost.formats.virtual import Allowance, Found, Piece, Placed, Settler, check_total, rescue_from_bytes
 from milepost.pause import CollectionPaused
 from milepost.store import Reader, Store
@@ -140,7 +140,9 @@ def _item(value: Any) -> tuple[str, Item]:
     transforms = fields.get("transform_descriptors") or ()
     if not isinstance(transforms, (list, tuple)) or len(transforms) > _MAX_TRANSFORMS:
         raise TypeError("transforms were expected")
-    transforms = tuple(map(_text, transforms))
+    transforms = tuple(
+        map(_text, transforms)
+    )  # in the order in which they were applied, though torch undoes them so too
     return _text(fields["relative_path"]), Item(offset, length, transforms)
 
 
@@ -284,7 +286,7 @@ class _Values:
             raise CheckpointDamaged(f"{self._store.url}/{name} ends before {what} does")
         if not item.transforms:
             return window, item.offset, item.length
-        data = unpack(window(item.offset, item.length), item.transforms, 64 * item.length, what)
+        data = restored(window(item.offset, item.length), item.transforms, 64 * item.length + SLACK_BYTES, what)
         return (lambda at, count: data[at : at + count]), 0, len(data)
 
     def rescuer(self, paths: dict[str, Path]) -> Callable[[Path], bytes]:

@@ -20,15 +20,17 @@ from milepost.core.manifest import Manifest
 from milepost.core.plan import ReadItem
 from milepost.core.shardfile import Entry, Header
 from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.extension import restored
 from milepost.formats.archive import Archive, Window
 from milepost.formats.content import Strided, located, order_of, read_tensor
 from milepost.formats.crc import Cursor, Sum, Sums
-from milepost.formats.unpack import unpack
 from milepost.read import Damage, Files, VerifiedFile
 from milepost.store import Reader, Store
 from milepost.transfer import Meter, Transfer, new_pages, run_all
 
 _ALIGN = 64
+SLACK_BYTES = MIB
+"""What an archive may have besides its tensor."""
 _GAP = 32 * KIB
 """What lies between two entries is read over if it is at most so much: that is faster than another request."""
 _GATHER_BYTES = 512 * KIB
@@ -42,7 +44,7 @@ _FLOATS = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """A `torch.save` archive of one tensor, in bytes offset..offset+length of a file, perhaps compressed as a whole."""
+    """A `torch.save` archive of one tensor, in bytes offset..offset+length of a file, perhaps transformed as a whole."""
 
     offset: int
     length: int
@@ -180,7 +182,7 @@ class ForeignFile(VerifiedFile):
             what = f"{slot.key[:200]!r} in {self.where}"
             kept = self._unpacked = (
                 item,
-                unpack(bytes(packed), item.transforms, max(slot.size_bytes, 64 * item.length), what),
+                restored(bytes(packed), item.transforms, max(slot.size_bytes, 64 * item.length) + SLACK_BYTES, what),
             )
         return kept[1]
 

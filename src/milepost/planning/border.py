@@ -1,52 +1,56 @@
-"""The border to torch's own records: tensor types that plan for themselves speak in those."""
+"""The border to torch's own records. Both sides have the same ones with the same fields, so a record crosses by name."""
 
+import dataclasses
+from enum import Enum
+from functools import cache
 from typing import Any
 
-import torch
+from milepost.planning import records
 
-from milepost.planning.records import (
-    BytesIOWriteData,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-
-
-def index(theirs: Any) -> MetadataIndex:
-    """Torch's index as ours."""
-    return MetadataIndex(theirs.fqn, theirs.offset, theirs.index)
+_NAMES = {
+    "metadata": (
+        *("ChunkStorageMetadata", "TensorProperties", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("StorageMeta", "Metadata", "MetadataIndex"),
+    ),
+    "planner": (
+        *("WriteItemType", "LoadItemType", "BytesIOWriteData", "TensorWriteData", "WriteItem", "ReadItem"),
+        *("SavePlan", "LoadPlan"),
+    ),
+    "storage": ("WriteResult",),
+}
 
 
-def chunk(theirs: Any) -> ChunkStorageMetadata:
-    """Torch's box as ours."""
-    return ChunkStorageMetadata(torch.Size(theirs.offsets), torch.Size(theirs.sizes))
+@cache
+def _pairs() -> tuple[dict[type, type], dict[type, type]]:
+    """From torch's classes to ours, and back. Made when first needed: torch's are slow to import."""
+    from torch.distributed.checkpoint import metadata, planner, storage  # noqa: PLC0415
+
+    modules = {"metadata": metadata, "planner": planner, "storage": storage}
+    to_ours = {getattr(modules[m], name): getattr(records, name) for m, names in _NAMES.items() for name in names}
+    return to_ours, {own: foreign for foreign, own in to_ours.items()}
 
 
-def properties(theirs: Any) -> TensorProperties:
-    """Torch's properties of a tensor as ours."""
-    return TensorProperties(theirs.dtype, theirs.layout, theirs.requires_grad, theirs.memory_format, theirs.pin_memory)
+def ours(value: Any) -> Any:
+    """The same with our records in place of torch's, at any depth of lists, tuples and dicts."""
+    return _crossed(value, _pairs()[0])
 
 
-def write_item(theirs: Any) -> WriteItem:
-    """Torch's write item as ours; ours as it is."""
-    if isinstance(theirs, WriteItem):
-        return theirs
-    data, size = theirs.tensor_data, theirs.bytes_io_data
-    return WriteItem(
-        index(theirs.index),
-        WriteItemType[theirs.type.name],
-        None if size is None else BytesIOWriteData(size.nbytes),
-        None
-        if data is None
-        else TensorWriteData(chunk(data.chunk), properties(data.properties), torch.Size(data.size)),
-    )
+def theirs(value: Any) -> Any:
+    """The same with torch's records in place of ours."""
+    return _crossed(value, _pairs()[1])
 
 
-def to_torch(ours: MetadataIndex) -> Any:
-    """Our index as torch's."""
-    from torch.distributed.checkpoint.metadata import MetadataIndex as Theirs  # noqa: PLC0415
-
-    return Theirs(ours.fqn, ours.offset, ours.index)
+def _crossed(value: Any, to: dict[type, type]) -> Any:
+    kind = type(value)
+    other = to.get(kind)
+    if other is not None:
+        if isinstance(value, Enum):
+            return other[value.name]  # type: ignore[index]
+        known = {field.name for field in dataclasses.fields(other)}
+        named = {f.name: _crossed(getattr(value, f.name), to) for f in dataclasses.fields(value) if f.name in known}
+        return other(**named)
+    if kind is list or kind is tuple:
+        return kind(_crossed(item, to) for item in value)
+    if kind is dict:
+        return {_crossed(key, to): _crossed(item, to) for key, item in value.items()}
+    return value

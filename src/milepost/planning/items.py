@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from milepost.comm.base import Solo
 from milepost.core.box import Box
 from milepost.errors import InvalidState
-from milepost.planning import border
+from milepost.planning.border import ours, theirs
 from milepost.planning.flatten import tuple_like
 from milepost.planning.records import (
     STORAGE_TYPES,
@@ -80,7 +80,7 @@ def create_write_items(fqn: str, value: Any, describer: Describer | None = None)
     if is_distributed(value):
         return create_write_items_for_shards(fqn, value, describer)
     if hasattr(value, "__create_write_items__"):
-        return [border.write_item(item) for item in value.__create_write_items__(fqn, value)]
+        return [ours(item) for item in value.__create_write_items__(fqn, value)]
     if isinstance(value, np.ndarray):
         value = from_numpy(value, fqn)
     if isinstance(value, torch.Tensor):
@@ -149,7 +149,7 @@ def create_chunk_list(tensor: Any, describer: Describer | None = None) -> list[C
     if is_distributed(tensor):
         return [chunk_of(part.box) for part in _solid(local_tensor(tensor, "a tensor", describer))]
     if hasattr(tensor, "__create_chunk_list__"):
-        return [border.chunk(chunk) for chunk in tensor.__create_chunk_list__()]
+        return [ours(chunk) for chunk in tensor.__create_chunk_list__()]
     if isinstance(tensor, np.ndarray):
         return [chunk_of(Box.whole(tensor.shape))]
     if isinstance(tensor, torch.Tensor):
@@ -162,7 +162,7 @@ def find_shard(tensor: Any, index: MetadataIndex, describer: Describer | None = 
     if not is_distributed(tensor):
         found: torch.Tensor = tensor
         if hasattr(tensor, "__get_tensor_shard__"):
-            found = tensor.__get_tensor_shard__(border.to_torch(index))
+            found = tensor.__get_tensor_shard__(theirs(index))
         elif index.offset is not None and any(index.offset):
             raise ValueError(f"FQN: '{index.fqn}' is not a ShardedTensor, can't find by offset: '{index.offset}'")
         return found
