@@ -186,6 +186,30 @@ def test_dtensors_by_plans_onto_another_dimension(tmp_path, dims):
         assert type(checkpoint.tensors["w"].layout).__name__ == "Grid"  # described by its layout, not by its boxes
 
 
+@pytest.mark.parametrize("module", ["milepost", "milepost.dcp"])
+def test_data_that_a_planner_sends_with_its_local_plan_is_not_lost(module):
+    class Notes(DefaultSavePlanner):
+        def create_local_plan(self):
+            plan = super().create_local_plan()
+            return plan if self.note is None else replace(plan, planner_data={f"note {self.note}": 5})
+
+    store = MemoryStore()
+
+    def save(comm):
+        planner = Notes()
+        planner.note = comm.rank if comm.rank < 2 else None  # the third has none
+        state = {"a": torch.ones(3), "n": {"b": 4}}
+        if module == "milepost":
+            milepost.save(state, store, planner=planner, process_group=comm)
+        else:
+            milepost.dcp.save(state, storage_writer=FileSystemWriter(store), planner=planner, process_group=comm)
+
+    run_ranks(3, save)
+    found = FileSystemReader(store).read_metadata().planner_data
+    assert (found["note 0"], found["note 1"]) == (5, 5)
+    assert torch.equal(milepost.open(store)["a"].read(), torch.ones(3))
+
+
 # ---- plan caching
 
 

@@ -2,10 +2,10 @@
 
 import io
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache, lru_cache, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import msgspec
 import torch
@@ -19,9 +19,10 @@ from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Leaf, nodes_of
 from milepost.describing import Described
-from milepost.errors import InvalidRequest, InvalidState
-from milepost.filesystem import FileSystemWriter, resolved_tensor
+from milepost.errors import CheckpointError, InvalidRequest, InvalidState
+from milepost.filesystem import FileSystemWriter, bytes_tensor, resolved_tensor
 from milepost.memory import Late
+from milepost.plan_records import paths_of
 from milepost.planned import MakeState, load_planned, place_of, save_planned, set_up
 from milepost.planning import (
     DefaultLoadPlanner,
@@ -38,12 +39,15 @@ from milepost.planning import (
 )
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.state import is_stateful
-from milepost.store import Store
 from milepost.tensors import Describer, LocalTensor, Part, dtype_name
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
 _SUMMARIES = msgspec.msgpack.Decoder(tuple[int, str, int])
 _plans: "weakref.WeakKeyDictionary[DefaultSavePlanner, Plans]" = weakref.WeakKeyDictionary()
+
+
+class OwnPlannerData(CheckpointError):
+    """Inside a save: a local plan carries data of the planner's own, which only the global plan brings together."""
 
 
 def save_by_plans(
@@ -52,17 +56,27 @@ def save_by_plans(
     """Save with a planner, a storage writer, or both; those of torch's own classes are adapted."""
     from milepost.torch_border import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
 
-    opened = cache(partial(_opened, state))
+    opening = cache(partial(opened, state))
     writer, planner = adapted_writer(writer), adapted_save_planner(planner) or DefaultSavePlanner()
-    if type(planner) is DefaultSavePlanner and is_local(planner, writer) and planner.flatten_state_dict:
-        # Nothing is changed at all, so not even the keys need to be spelled.
-        return _noted(writer, save_state(state, _store_of(writer), comm, _with(options, planner, writer)))
-    if isinstance(planner, DefaultSavePlanner) and is_local(planner, writer):
-        return save_locally_planned(opened, writer, planner, comm, options)
-    metadata = save_planned(opened, writer, planner, comm)
+    if isinstance(planner, DefaultSavePlanner) and is_local(writer, planner):
+        if type(planner) is DefaultSavePlanner and planner.flatten_state_dict:
+            # Nothing is changed at all, so not even the keys need to be spelled.
+            return _noted(writer, save_state(state, writer.store, comm, _with(options, planner, writer)))
+        try:
+            return save_locally_planned(opening, writer, planner, comm, options)
+        except CheckpointError as error:
+            if not has_own_data(error):
+                raise
+    metadata = save_planned(opening, writer, planner, comm)
     packed = told(comm, Phase("saving to", place_of(writer), "telling"), lambda: _summary(writer, metadata))
     generation, save_id, size = _SUMMARIES.decode(packed)
     return Receipt(place_of(writer), generation, save_id, comm.size, size)
+
+
+def has_own_data(error: CheckpointError) -> bool:
+    """Whether a save by local plans ended because some rank's planner has data of its own. The same on every rank."""
+    met = {failure.kind for failure in error.failures.values()}
+    return isinstance(error, OwnPlannerData) or OwnPlannerData.__name__ in met
 
 
 def _summary(writer: StorageWriter, metadata: Metadata | None) -> bytes:
@@ -80,27 +94,39 @@ def load_by_plans(state: Any, reader: StorageReader, planner: LoadPlanner | None
     """Load with a planner, a storage reader, or both; those of torch's own classes are adapted. Gives the state back."""
     from milepost.torch_border import adapted_load_planner, adapted_reader  # noqa: PLC0415  # slow to import
 
-    opened = cache(partial(_opened, state))
-
-    def apply() -> None:
-        for key, value in list(opened().items()):
-            if is_stateful(state.get(key)):
-                state[key].load_state_dict(value)
-            else:
-                state[key] = value
-
-    load_planned(opened, adapted_reader(reader), adapted_load_planner(planner) or DefaultLoadPlanner(), comm, apply)
+    load_planned(
+        *opening_and_closing(state), adapted_reader(reader), adapted_load_planner(planner) or DefaultLoadPlanner(), comm
+    )
     return state
 
 
-def _opened(state: Any) -> dict[str, Any]:
+def opened(state: Any) -> dict[str, Any]:
     """The state with the state dicts of stateful objects in their places."""
     if not isinstance(state, Mapping):
         raise InvalidRequest(f"planners work on a dict; put this {type(state).__name__} into one")
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state.items()}
+    dicts = {key: state[key].state_dict() for key in _stateful_keys(state)}
+    return {key: dicts.get(key, value) for key, value in state.items()}
 
 
-def is_local(planner: DefaultSavePlanner, writer: StorageWriter) -> bool:
+def _stateful_keys(state: Mapping[str, Any]) -> list[str]:
+    """The keys of stateful objects, in one order on every rank: what those do may be a collective."""
+    return sorted((key for key, value in state.items() if is_stateful(value)), key=str)
+
+
+def opening_and_closing(state: dict[str, Any]) -> tuple[MakeState, Callable[[], None]]:
+    """What gives the opened state, and what puts it back once it is filled."""
+    opening = cache(partial(opened, state))
+
+    def close() -> None:
+        filled, stateful = opening(), _stateful_keys(state)
+        for key in stateful:
+            state[key].load_state_dict(filled[key])
+        state.update((key, value) for key, value in filled.items() if key not in stateful)
+
+    return opening, close
+
+
+def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[FileSystemWriter]:
     """Whether nothing about the plans of all ranks was changed: neither by the classes nor by options."""
     default = _keeps(planner, DefaultSavePlanner, "create_global_plan", "finish_plan", "unless_unchanged")
     steps = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
@@ -114,14 +140,12 @@ def _keeps(value: object, base: type, *names: str) -> bool:
 
 
 def save_locally_planned(
-    state: MakeState,
-    writer: FileSystemWriter | StorageWriter,
-    planner: DefaultSavePlanner,
-    comm: Comm,
-    options: SaveOptions,
+    state: MakeState, writer: FileSystemWriter, planner: DefaultSavePlanner, comm: Comm, options: SaveOptions
 ) -> Receipt:
-    """Save by the usual path what the planner's local plan says, with the keys that it spells."""
-    assert isinstance(writer, FileSystemWriter)
+    """Save by the usual path what the planner's local plan says, with the keys that it spells.
+
+    Raises an error that `has_own_data` knows, on every rank, where that would lose what a planner wants to keep.
+    """
 
     def describing() -> Described:
         leads = comm.rank == comm.lead
@@ -131,21 +155,14 @@ def save_locally_planned(
     return _noted(writer, save_state(None, writer.store, comm, _with(options, planner, writer), describing))
 
 
-def _noted(writer: StorageWriter, receipt: Receipt) -> Receipt:
+def _noted(writer: FileSystemWriter, receipt: Receipt) -> Receipt:
     """The receipt, of which the writer knows too."""
-    assert isinstance(writer, FileSystemWriter)
     writer.generation, writer.save_id = receipt.generation, receipt.save_id
     return receipt
 
 
-def _store_of(writer: StorageWriter) -> Store:
-    assert isinstance(writer, FileSystemWriter)
-    return writer.store
-
-
-def _with(options: SaveOptions, planner: DefaultSavePlanner, writer: StorageWriter) -> SaveOptions:
+def _with(options: SaveOptions, planner: DefaultSavePlanner, writer: FileSystemWriter) -> SaveOptions:
     """The options of the call, with what planner and writer were made with."""
-    assert isinstance(writer, FileSystemWriter)
     options = replace(
         options,
         overwrite=options.overwrite and writer.overwrite,
@@ -180,8 +197,10 @@ def describe_planned(planner: DefaultSavePlanner, comm: Comm, options: SaveOptio
         else:
             tensors[fqn] = _bytes(fqn, data)
     kinds: dict[str, Leaf] = {key: "tensor" if key in tensors else "value" for key in items}
-    known = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
-    nodes = nodes_of({key: tuple(known.get(key, (key,))) for key in items}, kinds)
+    paths, own_data = paths_of(plan.planner_data, kinds)
+    if own_data is not None:
+        raise OwnPlannerData("the planner has data of its own")
+    nodes = nodes_of(paths, kinds)
     rows = tuple(TensorRow(k, t.dtype, t.shape, t.kind, t.layout) for k, t in tensors.items())
     table = Table(rows, nodes, tuple(values), ())
     return Described(table, table.digest(), tensors, [], options.codec.encode(dict(options.metadata), "metadata"))
@@ -190,7 +209,7 @@ def describe_planned(planner: DefaultSavePlanner, comm: Comm, options: SaveOptio
 def _bytes(fqn: str, data: Any) -> LocalTensor:
     if not isinstance(data, io.BytesIO):
         raise InvalidState(f"{fqn!r}: a planner gives bytes for what is not a tensor, not {type(data).__name__}")
-    raw = torch.frombuffer(bytearray(data.getvalue() or b"\0"), dtype=torch.uint8)[: len(data.getvalue())]
+    raw = bytes_tensor(data)
     return LocalTensor("uint8", (len(raw),), "bytes", None, (Part(Box.whole((len(raw),)), raw),))
 
 

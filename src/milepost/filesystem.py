@@ -191,10 +191,16 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None"
     if isinstance(data, ValueIO):
         return data
     if isinstance(data, io.BytesIO):
-        raw = data.getbuffer()
-        tensor = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
-        return Entry(NewEntry(entry_name(fqn, Box.whole((len(raw),)), (len(raw),)), "uint8", (len(raw),)), tensor)
+        raw = bytes_tensor(data)
+        shape = tuple(raw.shape)
+        return Entry(NewEntry(entry_name(fqn, Box.whole(shape), shape), "uint8", shape), raw)
     raise InvalidState(f"{fqn!r}: the plan and the data do not agree: {type(data).__name__} for a {item.type.name}")
+
+
+def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
+    """The bytes as a tensor, in memory of their own."""
+    raw = bytearray(data.getvalue())
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
 def _late_entry(planner: SavePlanner, item: WriteItem) -> Entry | None:
@@ -229,9 +235,8 @@ def _size_of(entry: Entry) -> int:
 def _transformed(entry: Entry, extensions: Sequence[StreamTransformExtension]) -> Entry:
     if not extensions:
         return entry
-    data = bytearray(transformed(list(bytes_of(ready(entry.data), _TRANSFORMED_BYTES)), extensions))
-    tensor = torch.frombuffer(data, dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-    return Entry(NewEntry(entry.header.name, "uint8", (len(data),)), tensor)
+    data = bytes_tensor(io.BytesIO(transformed(list(bytes_of(ready(entry.data), _TRANSFORMED_BYTES)), extensions)))
+    return Entry(NewEntry(entry.header.name, "uint8", tuple(data.shape)), data)
 
 
 def _stored(

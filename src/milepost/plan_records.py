@@ -93,7 +93,7 @@ def make_manifest(
     kinds: dict[str, Leaf] = {}
     kinds.update((t.key, "tensor") for t in tensors)
     kinds.update((v.key, "value") for v in values)
-    paths, extra = _paths(metadata.planner_data, kinds)
+    paths, extra = paths_of(metadata.planner_data, kinds)
     files = {r.storage_data.file.rank: r.storage_data.file for r in stored.values() if r.storage_data.file is not None}
     told_too = {**kept, **({PLANNER_DATA: extra} if extra is not None else {})}
     return new_manifest(
@@ -161,8 +161,8 @@ def _layout(fqn: str, saved: TensorStorageMetadata, stored: dict[MetadataIndex, 
     return layout
 
 
-def _paths(planner_data: Any, kinds: Mapping[str, Leaf]) -> tuple[dict[str, tuple[str | int, ...]], Any]:
-    """Where each key stands in the tree, and what else the planner wants to keep."""
+def paths_of(planner_data: Any, kinds: Mapping[str, Leaf]) -> tuple[dict[str, tuple[str | int, ...]], Any]:
+    """Where each key stands in the tree, and, where a planner has data of its own instead, that data."""
     is_mapping = isinstance(planner_data, Mapping) and all(_is_path(path) for path in planner_data.values())
     known = planner_data if is_mapping else {}
     paths = {key: tuple(known.get(key, (key,))) for key in kinds}

@@ -73,11 +73,7 @@ def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: C
 
 
 def load_planned(
-    state: MakeState,
-    reader: StorageReader,
-    planner: LoadPlanner,
-    comm: Comm,
-    apply: Callable[[], None] = lambda: None,
+    state: MakeState, apply: Callable[[], None], reader: StorageReader, planner: LoadPlanner, comm: Comm
 ) -> None:
     """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
     place = place_of(reader)

@@ -238,8 +238,8 @@ def test_the_usual_planner_and_writer_need_no_global_plan(tmp_path):
         def finish_plan(self, new_plan):
             return super().finish_plan(new_plan)
 
-    assert is_local(milepost.dcp.DefaultSavePlanner(), milepost.dcp.FileSystemWriter(tmp_path))
-    assert not is_local(Renaming(), milepost.dcp.FileSystemWriter(tmp_path))
+    assert is_local(milepost.dcp.FileSystemWriter(tmp_path), milepost.dcp.DefaultSavePlanner())
+    assert not is_local(milepost.dcp.FileSystemWriter(tmp_path), Renaming())
 
 
 def test_planners_that_do_not_know_of_storage_meta_work(tmp_path):

@@ -4,7 +4,8 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from milepost.dcp.calls import comm_of, opened, save_with
+from milepost.by_plans import opened
+from milepost.dcp.calls import comm_of, save_with
 from milepost.dcp.state_dict_loader import load
 from milepost.dcp.state_dict_saver import async_save
 from milepost.dcp.turns import wait_for_turn

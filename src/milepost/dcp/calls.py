@@ -7,20 +7,18 @@ from functools import cache, cached_property, partial
 from typing import Any
 
 from milepost.api import TIMEOUT_S
-from milepost.by_plans import is_local, save_locally_planned
+from milepost.by_plans import has_own_data, is_local, save_locally_planned
 from milepost.comm import Comm, Phase, told
 from milepost.comm.base import Solo
 from milepost.comm.distributed import ranks_of
 from milepost.commit import parse, read_manifest
 from milepost.core.agreement import Plans
 from milepost.dcp.api import raising_checkpoint_exceptions
-from milepost.errors import CheckpointNotFound, RanksDisagree
-from milepost.filesystem import FileSystemWriter
+from milepost.errors import CheckpointError, CheckpointNotFound, RanksDisagree
 from milepost.plan_records import expand
 from milepost.planned import MakeState, load_planned, place_of, save_planned
 from milepost.planning import DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlanner, StorageMeta, StorageWriter
 from milepost.saving import SaveOptions
-from milepost.state import is_stateful
 from milepost.store import Store
 from milepost.torch_border import adapted_load_planner, adapted_reader, adapted_save_planner, adapted_writer
 
@@ -30,23 +28,21 @@ def comm_of(process_group: Any, no_dist: bool, coordinator_rank: int = 0, channe
     return Solo() if no_dist else ranks_of(process_group, TIMEOUT_S, coordinator_rank, channel)
 
 
-def opened(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """The state with the state dicts of stateful objects in their places."""
-    return {key: value.state_dict() if is_stateful(value) else value for key, value in state_dict.items()}
-
-
 def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -> Metadata:
     """Save by plans, with planners and storage of either side. Raises CheckpointException, the same on every rank."""
     state = cache(state)
     with raising_checkpoint_exceptions("save", comm):
         writer, own = adapted_writer(storage_writer), adapted_save_planner(planner) or DefaultSavePlanner()
-        if not isinstance(own, DefaultSavePlanner) or not is_local(own, writer):
+        if not isinstance(own, DefaultSavePlanner) or not is_local(writer, own):
             return _save_planned(state, writer, own, comm)
-        assert isinstance(writer, FileSystemWriter)
         try:
             options = SaveOptions(metadata=writer.metadata, codec=own.codec, plans=Plans())
             receipt = save_locally_planned(state, writer, own, comm, options)
-        except RanksDisagree as error:
+        except CheckpointError as error:
+            if has_own_data(error):
+                return _save_planned(state, writer, own, comm)
+            if not isinstance(error, RanksDisagree):
+                raise
             # DCP takes one rank's and is silent. So does the global plan, or it says what cannot be saved at all.
             metadata = _save_of_the_lowest(state, writer, own, comm)
             if comm.rank == comm.lead:
@@ -55,7 +51,6 @@ def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -
                     f"{found}\nThe lowest rank's was saved; milepost.save with PerRank keeps all.", stacklevel=3
                 )
             return metadata
-        writer.generation = receipt.generation
         return SavedMetadata(partial(_look_up, writer.store, receipt.generation))
 
 
@@ -121,4 +116,4 @@ def load_with(
     """Load by plans, into the state, and then `apply`. Raises CheckpointException, the same on every rank."""
     with raising_checkpoint_exceptions("load", comm):
         reader, own = adapted_reader(storage_reader), adapted_load_planner(planner) or DefaultLoadPlanner()
-        load_planned(cache(state), reader, own, comm, apply)
+        load_planned(cache(state), apply, reader, own, comm)

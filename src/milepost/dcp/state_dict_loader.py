@@ -1,14 +1,13 @@
 """`load`."""
 
 import os
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from milepost.by_plans import opening_and_closing
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.calls import comm_of, load_with
 from milepost.dcp.state_dict_saver import taking_storage_second
 from milepost.planning import EmptyStateDictLoadPlanner, LoadPlanner, StorageReader
-from milepost.state import is_stateful
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,20 +44,8 @@ def load(
     keys on every rank: what they do may be a collective.
     """
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
-    keys = sorted(state_dict, key=str)
-
-    @cache
-    def flat() -> dict[str, Any]:
-        return {k: state_dict[k].state_dict() if is_stateful(state_dict[k]) else state_dict[k] for k in keys}
-
-    def apply() -> None:
-        for key in keys:
-            if is_stateful(state_dict[key]):
-                state_dict[key].load_state_dict(flat()[key])
-            else:
-                state_dict[key] = flat()[key]
-
-    load_with(flat, reader, planner, comm_of(process_group, no_dist), apply)
+    opening, close = opening_and_closing(state_dict)
+    load_with(opening, reader, planner, comm_of(process_group, no_dist), close)
 
 
 def _load_state_dict(

@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from milepost.by_plans import opened
 from milepost.comm import Comm
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
-from milepost.dcp.calls import comm_of, opened, save_with
+from milepost.dcp.calls import comm_of, save_with
 from milepost.dcp.channels import next_channel
 from milepost.dcp.turns import earlier, enter, wait_for_turn
 from milepost.planning import Metadata, SavePlanner, StorageWriter
