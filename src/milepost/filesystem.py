@@ -2,7 +2,6 @@
 
 import io
 import math
-import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -44,7 +43,7 @@ from milepost.planning import (
     box_of,
 )
 from milepost.read import Files
-from milepost.store import Where, store_at
+from milepost.store import Store, Where, store_at
 from milepost.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
 from milepost.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.write import Entry, Written, write_shard
@@ -53,7 +52,32 @@ _AT_ONCE_BYTES = 256 << 20
 _TRANSFORMED_BYTES = 4 << 20
 
 
-class FileSystemWriter(StorageWriter):
+class _Placed:
+    """Storage at a place: a path, URL or store."""
+
+    store: Store
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where it is."""
+        return self.store.url
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages."""
+        return self.store.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Whether there could be a checkpoint."""
+        try:
+            store_at(checkpoint_id)
+        except (CheckpointError, TypeError):
+            return False
+        return True
+
+
+class FileSystemWriter(_Placed, StorageWriter):
     """Writes Milepost's format: atomic, durable, with checksums. The other options of DCP's writer are taken and have no effect.
 
     `path`: a path, URL or store. `thread_count`: threads that write, unless `transfer` says more.
@@ -88,16 +112,6 @@ class FileSystemWriter(StorageWriter):
         self._meter = Meter("save", self.store.url)
         self._mine: Goal | None = None
         self._leads = False
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where it writes."""
-        return self.store.url
-
-    @property
-    def url(self) -> str:
-        """Where it writes, for messages."""
-        return self.store.url
 
     def reset(self, checkpoint_id: Where | None = None) -> None:
         """Begin a new save."""
@@ -171,15 +185,6 @@ class FileSystemWriter(StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Where, and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Whether a checkpoint could be written there."""
-        try:
-            store_at(checkpoint_id)
-        except (CheckpointError, TypeError):
-            return False
-        return True
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None":
@@ -261,7 +266,7 @@ def _done(value: Any) -> Future[Any]:
 # Reading
 
 
-class FileSystemReader(StorageReader):
+class FileSystemReader(_Placed, StorageReader):
     """Reads checkpoints by the storage protocol: Milepost's format, verified unless `verify=False`, and those of others."""
 
     needs_global_plan = False
@@ -283,16 +288,6 @@ class FileSystemReader(StorageReader):
         self.load_id = str(uuid.uuid4())
         self._leads = False
         self._opened: tuple[Files | None, Exception | None] | None = None
-
-    @property
-    def checkpoint_id(self) -> str:
-        """Where it reads."""
-        return self.store.url
-
-    @property
-    def url(self) -> str:
-        """Where it reads, for messages."""
-        return self.store.url
 
     def reset(self, checkpoint_id: Where | None = None) -> None:
         """Begin a new load."""
@@ -417,15 +412,6 @@ class FileSystemReader(StorageReader):
     @property
     def _values(self) -> dict[str, Any]:
         return {value.key: value.value for value in self.manifest.values}
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
-        """Whether a checkpoint could be read there."""
-        try:
-            store = store_at(checkpoint_id)
-        except (CheckpointError, TypeError):
-            return False
-        return not isinstance(checkpoint_id, (str, os.PathLike)) or bool(store.url)
 
 
 def _kind(dtype: torch.dtype) -> str:
