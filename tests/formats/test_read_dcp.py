@@ -1,6 +1,7 @@
 """Checkpoints that torch's own DCP wrote are opened, explained and loaded as they are, onto any ranks and meshes."""
 
 import copy
+import os
 import pickle
 from argparse import Namespace
 from pathlib import Path
@@ -384,3 +385,23 @@ def test_damaged_metadata_raises_on_every_rank(tmp_path):
     for kind, text in spawn(2, load_nothing, str(tmp_path / "a")):
         assert kind == "CheckpointDamaged"
         assert ".metadata" in text
+
+
+class Hostile:
+    def __init__(self, canary):
+        self.canary = canary
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.canary),)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_metadata_that_names_a_function_is_refused_by_name_and_not_run(tmp_path):
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a", no_dist=True)
+    path = tmp_path / "a" / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.planner_data = {"w": Hostile(tmp_path / "canary")}
+    path.write_bytes(pickle.dumps(metadata))
+    with pytest.raises(milepost.UnsafeCheckpoint, match=r"posix\.mkdir"):
+        milepost.load({"w": torch.zeros(3)}, tmp_path / "a")
+    assert not (tmp_path / "canary").exists()
