@@ -68,6 +68,9 @@ def _run(rank: int, world: int, port: int, sender: Any, work: Callable[..., Any]
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+    # All are connected before any works: one that has nothing to say to the others may end before they are.
+    store.set(f"connected/{rank}", "yes")
+    store.wait([f"connected/{other}" for other in range(world)])
     try:
         result = (True, work(rank, *args))
     except BaseException:
