@@ -1,11 +1,12 @@
 """Ranks that talk through a board: exchange, deadlines, late ranks, and ranks that make different calls."""
 
 import threading
+import time
 
 import pytest
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard, Phase, Solo, together, told
+from milepost.comm import BoardComm, MemoryBoard, Phase, Solo, depart, together, told
 from milepost.comm.base import Comm
 from milepost.testing import run_ranks
 
@@ -185,3 +186,37 @@ def test_failures_of_a_thousand_ranks_travel_as_a_few():
         assert len(str(caught.value)) < 1000
 
     run_ranks(200, work)
+
+
+def test_calls_aside_do_not_meet_those_of_others():
+    def work(comm):
+        first, second = comm.aside(), comm.aside()
+        in_thread = []
+        thread = threading.Thread(
+            target=lambda: in_thread.extend(second.meet(phase(i), bytes([comm.rank]), b"2".join) for i in range(20))
+        )
+        thread.start()
+        here = [comm.meet(phase(i), bytes([comm.rank]), b"0".join) for i in range(20)]
+        there = [first.meet(phase(i), bytes([comm.rank]), b"1".join) for i in range(20)]
+        thread.join()
+        return here, there, in_thread
+
+    expected = tuple([mark.join([b"\0", b"\1", b"\2"])] * 20 for mark in (b"0", b"1", b"2"))
+    assert run_ranks(3, work) == [expected] * 3
+
+
+@pytest.mark.parametrize("gone", [0, 1, 2])
+def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone):
+    def work(comm):
+        together(comm, phase("before"), bytes)
+        if comm.rank == gone:
+            depart(comm, ValueError("my trainer died"))
+            return "gone"
+        with pytest.raises(milepost.CheckpointError, match=f"rank {gone}.*my trainer died") as caught:
+            told(comm, phase("a"), bytes)
+            together(comm, phase("b"), bytes)
+        return sorted(caught.value.failures)
+
+    began = time.monotonic()
+    assert run_ranks(3, work, timeout_s=30) == ["gone" if rank == gone else [gone] for rank in range(3)]
+    assert time.monotonic() - began < 10

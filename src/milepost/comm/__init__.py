@@ -2,6 +2,6 @@
 
 from milepost.comm.base import Comm, Phase, Solo
 from milepost.comm.board import Board, BoardComm, MemoryBoard
-from milepost.comm.together import together, told
+from milepost.comm.together import depart, together, told
 
-__all__ = ["Board", "BoardComm", "Comm", "MemoryBoard", "Phase", "Solo", "together", "told"]
+__all__ = ["Board", "BoardComm", "Comm", "MemoryBoard", "Phase", "Solo", "depart", "together", "told"]

@@ -67,6 +67,12 @@ class Comm(Protocol):
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
 
+    def aside(self) -> "Comm":
+        """The same ranks, for calls that run beside others (in a thread): they do not meet those, nor use the process group.
+
+        Every rank asks for as many of these as the others, in the same order.
+        """
+
 
 class Solo:
     """One process alone."""
@@ -97,3 +103,7 @@ class Solo:
     def index_of(self, global_rank: int) -> int | None:
         """Rank 0 is the only one."""
         return 0 if global_rank == 0 else None
+
+    def aside(self) -> "Comm":
+        """This process, which meets nobody."""
+        return self

@@ -23,6 +23,10 @@ from milepost.errors import CheckpointError, RanksMissing
 _GRACE_S = 10.0
 """How much longer than the lead the others wait at most, so that its verdict reaches them first."""
 _REMEMBERED = 16
+_GONE = b"\xff" * 6
+"""In place of a call and step: this rank has gone for good. Fits every meeting."""
+_PARTING_NOTES = 8
+"""In how many meetings a rank that has gone is heard. A save has at most five; it ends at the first that hears it."""
 
 
 class Board(Protocol):
@@ -39,6 +43,9 @@ class Board(Protocol):
 
     def remove(self, name: str) -> None:
         """Take a note off the board, if it is there."""
+
+    def aside(self, name: str) -> "Board":
+        """The board of this name: another one for the same ranks."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -152,6 +159,20 @@ class BoardComm:
         else:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
 
+    def depart(self, payload: bytes) -> None:
+        """Take part in the next call, whatever it is, with this payload alone, and never again: this rank is gone."""
+        for _ in range(_PARTING_NOTES):
+            number = self._board.count(f"count/{self._rank}")
+            if self._rank == self._lead:
+                self._board.pin(f"{number}/all", Outcome(_GONE, payload).pack())
+            else:
+                self._board.pin(f"{number}/{self._rank}", _GONE + payload)
+
+    def aside(self) -> "BoardComm":
+        """The same ranks on a board of their own, without the process group."""
+        board = self._board.aside(f"aside/{self._board.count(f'asides/{self._rank}')}")
+        return BoardComm(board, self._rank, self._size, self._timeout_s, self._index_of, self._lead)
+
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already.
 
@@ -176,7 +197,7 @@ class BoardComm:
             return Outcome(phase.wire, missing=missing, waited_s=self._timeout_s)
         notes[self._lead] = phase.wire + payload
         packed = [notes[rank] or b"" for rank in range(self._size)]
-        odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] != phase.wire}
+        odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] not in (phase.wire, _GONE)}
         return Outcome(phase.wire, odd=odd) if odd else Outcome(phase.wire, decide([note[6:] for note in packed]))
 
     def _last_seen(self, rank: int) -> str:
@@ -212,7 +233,7 @@ class BoardComm:
     def _heed(self, outcome: Outcome, phase: Phase) -> bytes:
         if outcome.missing:
             raise RanksMissing(_absent(outcome, phase, self._rank))
-        if outcome.odd or outcome.wire != phase.wire:
+        if outcome.odd or outcome.wire not in (phase.wire, _GONE):
             odd = outcome.odd or {self._lead: outcome.wire}
             there = ", ".join(
                 f"rank {r} is at another {'step of this call' if phase.same_call(wire) else 'call'}"
@@ -245,6 +266,7 @@ class MemoryBoard:
     """A board for ranks that are threads of one process."""
 
     def __init__(self) -> None:
+        self._asides: dict[str, MemoryBoard] = {}
         self._changed = threading.Condition()
         self._notes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
@@ -279,3 +301,8 @@ class MemoryBoard:
         """Take a note off the board, if it is there."""
         with self._changed:
             self._notes.pop(name, None)
+
+    def aside(self, name: str) -> "MemoryBoard":
+        """The board of this name: another one for the same ranks."""
+        with self._changed:
+            return self._asides.setdefault(name, MemoryBoard())

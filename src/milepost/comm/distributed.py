@@ -22,11 +22,12 @@ _WHOLE, _IN_PIECES = b"\0", b"\1"
 class TorchBoard:
     """A board over a c10d store, by a connection of its own where the store offers one."""
 
-    def __init__(self, store: Any, size: int, channel: str = "") -> None:
+    def __init__(self, store: Any, size: int, name: str = "") -> None:
+        self._given, self._size, self._name = store, size, name
         # All ranks of a large job look at one server: the more there are, the longer each may pause between looks.
         self._slowest_look_s = min(0.02 + size / 10_000, 1.0)
         own = store.clone() if hasattr(store, "clone") else store
-        self._store = c10d.PrefixStore(f"milepost{channel}", own)
+        self._store = c10d.PrefixStore(f"milepost{name}", own)
         self._pieces: dict[str, int] = {}
 
     def pin(self, name: str, note: bytes) -> None:
@@ -82,6 +83,11 @@ class TorchBoard:
             for i in range(self._pieces.pop(name, 0)):
                 self._store.delete_key(_piece(name, i))
 
+    def aside(self, name: str) -> "TorchBoard":
+        """The board of this name: another one for the same ranks."""
+        with _reachable():
+            return TorchBoard(self._given, self._size, f"{self._name}/{name}")
+
 
 def _piece(name: str, i: int) -> str:
     return f"{name}/piece/{i}"
@@ -99,11 +105,10 @@ def _reachable() -> Iterator[None]:
         ) from error
 
 
-def ranks_of(group: Any, timeout_s: float, lead: int = 0, channel: str = "") -> Comm:
+def ranks_of(group: Any, timeout_s: float, lead: int = 0) -> Comm:
     """The comm for a process group, a comm, or None: the default group if there is one, else this process alone.
 
-    `lead`: the rank, counted in the group, that collects and decides. `channel`: for a call that runs beside others (in a
-    thread), a name that all ranks give it: its ranks do not meet those of other calls, nor use the process group.
+    `lead`: the rank, counted in the group, that collects and decides.
     """
     if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
         return group
@@ -119,9 +124,6 @@ def ranks_of(group: Any, timeout_s: float, lead: int = 0, channel: str = "") -> 
         raise InvalidRequest(f"the rank that decides is one of 0 to {len(members) - 1}, not {lead}")
     positions = {rank: i for i, rank in enumerate(members)}
     size, rank = len(members), dist.get_rank(group)
-    if channel:
-        board = TorchBoard(group.get_group_store(), size, channel)
-        return BoardComm(board, rank, size, timeout_s, positions.get, lead)
     return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, lead, group)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 import msgspec
 
 from milepost.comm.base import Comm, Phase
+from milepost.comm.board import BoardComm
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.errors import ERRORS, CheckpointError, Failure
 
@@ -94,6 +95,11 @@ def told(comm: Comm, phase: Phase, work: Callable[[], bytes]) -> bytes:
         comm.leave(phase, _parting(comm, failure_of(error)))
         raise
     return _answered(phase, comm.announce(phase, msgspec.msgpack.encode(verdict)), comm, None)
+
+
+def depart(comm: BoardComm, error: BaseException) -> None:
+    """Say that this rank is gone for good, and why: the next call of the others raises that, whatever it is."""
+    comm.depart(_parting(comm, failure_of(error)))
 
 
 def _parting(comm: Comm, failure: Failure) -> bytes:

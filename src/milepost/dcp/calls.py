@@ -23,9 +23,9 @@ from milepost.store import Store
 from milepost.torch_border import adapted_load_planner, adapted_reader, adapted_save_planner, adapted_writer
 
 
-def comm_of(process_group: Any, no_dist: bool, coordinator_rank: int = 0, channel: str = "") -> Comm:
+def comm_of(process_group: Any, no_dist: bool, coordinator_rank: int = 0) -> Comm:
     """The ranks of a call: this process alone with `no_dist`, or where there is no process group."""
-    return Solo() if no_dist else ranks_of(process_group, TIMEOUT_S, coordinator_rank, channel)
+    return Solo() if no_dist else ranks_of(process_group, TIMEOUT_S, coordinator_rank)
 
 
 def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -> Metadata:

@@ -15,7 +15,6 @@ from milepost.comm import Comm
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.calls import comm_of, save_with
-from milepost.dcp.channels import next_channel
 from milepost.dcp.turns import earlier, enter, wait_for_turn
 from milepost.planning import Metadata, SavePlanner, StorageWriter
 
@@ -100,9 +99,7 @@ def async_save(
     stager are done one after the other.
     """
     del use_collectives, async_checkpointer_type
-    # A name that all ranks give this call, as they make the same ones in the same order.
-    channel = "" if no_dist else next_channel(process_group)
-    comm = comm_of(process_group, no_dist, channel=channel)
+    comm = comm_of(process_group, no_dist).aside()
     own = async_stager is None and not isinstance(storage_writer, AsyncStager)
     stager: Any = DefaultStager(StagingOptions(False, False, False, False)) if own else async_stager or storage_writer
     shared = (storage_writer, planner, async_stager)

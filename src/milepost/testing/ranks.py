@@ -103,3 +103,7 @@ class TroubledComm:
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job."""
         return self._inner.index_of(global_rank)
+
+    def aside(self) -> "TroubledComm":
+        """The same ranks, with the same trouble, for calls that run beside others."""
+        return TroubledComm(self._inner.aside(), self._hooks)
