@@ -32,9 +32,9 @@ LAYERS = [
         "plan_records",
     ],
     ["agreeing", "saving", "loading", "checkpoint", "filesystem"],
-    ["by_plans", "torch_border"],
+    ["by_plans", "torch_border", "staging", "background"],
     ["api", "opening", "converting", "exporting"],
-    ["retention", "checkpointer"],
+    ["retention", "checkpointer", "async_saving", "preemption"],
     ["", "testing", "dcp"],
 ]
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}

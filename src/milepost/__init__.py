@@ -21,11 +21,14 @@ from milepost.errors import (
     InvalidState,
     RanksDisagree,
     RanksMissing,
+    SaveCancelled,
     SaveConflict,
+    SaveInFlight,
     StateMismatch,
     StorageError,
     UnsafeCheckpoint,
     UnsupportedFormat,
+    WriterDied,
 )
 from milepost.opening import open_checkpoint as open
 from milepost.report import Report
@@ -35,6 +38,8 @@ from milepost.version import __version__
 
 if TYPE_CHECKING:
     from milepost.api import explain, load, save
+    from milepost.async_saving import AsyncSaver, async_save, close_async, prewarm
+    from milepost.background import PendingSave
     from milepost.bar import ProgressBar
     from milepost.checkpointer import Checkpointer, StorageCheckpointer
     from milepost.converting import convert
@@ -81,6 +86,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyExists",
+    "AsyncSaver",
     "BytesIOWriteData",
     "BytesStorageMetadata",
     "Checkpoint",
@@ -106,6 +112,7 @@ __all__ = [
     "MemoryStore",
     "Metadata",
     "MetadataIndex",
+    "PendingSave",
     "PerRank",
     "Plans",
     "Progress",
@@ -115,7 +122,9 @@ __all__ = [
     "ReadItem",
     "Receipt",
     "Report",
+    "SaveCancelled",
     "SaveConflict",
+    "SaveInFlight",
     "SavePlan",
     "SavePlanner",
     "Sharded",
@@ -138,18 +147,27 @@ __all__ = [
     "WriteItem",
     "WriteItemType",
     "WriteResult",
+    "WriterDied",
     "ZStandard",
     "__version__",
+    "async_save",
+    "close_async",
     "convert",
     "explain",
     "export_safetensors",
     "load",
     "open",
+    "prewarm",
     "register_extension",
     "save",
 ]
 
 _WHEN_USED = {
+    "AsyncSaver": "milepost.async_saving",
+    "async_save": "milepost.async_saving",
+    "close_async": "milepost.async_saving",
+    "prewarm": "milepost.async_saving",
+    "PendingSave": "milepost.background",
     "convert": "milepost.converting",
     "export_safetensors": "milepost.exporting",
     "register_extension": "milepost.extension",

@@ -12,7 +12,7 @@ from milepost.filesystem import FileSystemReader, FileSystemWriter
 from milepost.loading import LoadOptions, explain_state, load_state
 from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.report import Report
-from milepost.saving import Receipt, SaveOptions, save_state
+from milepost.saving import Receipt, make_options, save_state
 from milepost.store import Where, store_at
 from milepost.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
 from milepost.values import Codec
@@ -62,17 +62,17 @@ def save(
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
     `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
     """
-    if on_difference not in ("error", "warn"):
-        raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
-    options = SaveOptions(
-        metadata=metadata or {},
-        codec=Codec(types, allow_pickle),
-        plans=plans if plans is not None else Plans(),
+    options = make_options(
+        metadata=metadata,
         overwrite=overwrite,
         on_difference=on_difference,
         compare_replicas=compare_replicas,
         reduce_partial=reduce_partial,
-        transfer=(transfer or Transfer()).within(host_memory_bytes),
+        types=types,
+        allow_pickle=allow_pickle,
+        plans=plans,
+        host_memory_bytes=host_memory_bytes,
+        transfer=transfer,
         progress=progress,
     )
     comm = ranks_of(process_group, timeout_s)

@@ -59,9 +59,8 @@ def save_by_plans(
     opening = cache(partial(opened, state))
     writer, planner = adapted_writer(writer), adapted_save_planner(planner) or DefaultSavePlanner()
     if isinstance(planner, DefaultSavePlanner) and is_local(writer, planner):
-        if type(planner) is DefaultSavePlanner and planner.flatten_state_dict:
-            # Nothing is changed at all, so not even the keys need to be spelled.
-            return _noted(writer, save_state(state, writer.store, comm, _with(options, planner, writer)))
+        if is_plain(writer, planner):
+            return noted(writer, save_state(state, writer.store, comm, options_with(options, planner, writer)))
         try:
             return save_locally_planned(opening, writer, planner, comm, options)
         except CheckpointError as error:
@@ -71,6 +70,11 @@ def save_by_plans(
     packed = told(comm, Phase("saving to", place_of(writer), "telling"), lambda: _summary(writer, metadata))
     generation, save_id, size = _SUMMARIES.decode(packed)
     return Receipt(place_of(writer), generation, save_id, comm.size, size)
+
+
+def is_plain(writer: StorageWriter, planner: SavePlanner) -> TypeGuard[FileSystemWriter]:
+    """Whether these do what a save does without them: then not even the keys need to be spelled."""
+    return type(planner) is DefaultSavePlanner and planner.flatten_state_dict and is_local(writer, planner)
 
 
 def has_own_data(error: CheckpointError) -> bool:
@@ -152,16 +156,16 @@ def save_locally_planned(
         set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=leads)
         return describe_planned(planner, comm, options)
 
-    return _noted(writer, save_state(None, writer.store, comm, _with(options, planner, writer), describing))
+    return noted(writer, save_state(None, writer.store, comm, options_with(options, planner, writer), describing))
 
 
-def _noted(writer: FileSystemWriter, receipt: Receipt) -> Receipt:
+def noted(writer: FileSystemWriter, receipt: Receipt) -> Receipt:
     """The receipt, of which the writer knows too."""
     writer.generation, writer.save_id = receipt.generation, receipt.save_id
     return receipt
 
 
-def _with(options: SaveOptions, planner: DefaultSavePlanner, writer: FileSystemWriter) -> SaveOptions:
+def options_with(options: SaveOptions, planner: DefaultSavePlanner, writer: FileSystemWriter) -> SaveOptions:
     """The options of the call, with what planner and writer were made with."""
     options = replace(
         options,

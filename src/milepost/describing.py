@@ -1,6 +1,6 @@
 """Describing: a rank's state becomes a table, its tensors, and the entries that only it writes."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,15 +21,24 @@ from milepost.values import Codec
 from milepost.write import Entry
 
 
+def _nobody_waits() -> None:
+    pass
+
+
 @dataclass(frozen=True, slots=True)
 class Described:
-    """A rank's state, taken apart."""
+    """A rank's state, taken apart.
+
+    `live`: keys of tensors that somebody waits to change: they are read first, and `released` is called when they were.
+    """
 
     table: Table
     digest: bytes
     tensors: dict[str, LocalTensor]
     private: list[Entry]
     metadata: Any
+    live: frozenset[str] = frozenset()
+    released: Callable[[], None] = _nobody_waits
 
 
 @CollectionPaused()

@@ -13,6 +13,9 @@
     |   +-- AlreadyExists               create-if-absent found something there
     +-- SaveConflict                    another job committed first
     +-- RanksMissing (TimeoutError)     ranks did not arrive before the deadline
+    +-- SaveInFlight                    an earlier save in the background has not ended
+    +-- SaveCancelled                   a rank cancelled it
+    +-- WriterDied                      the process that writes in the background ended
     |
     |   choose another checkpoint
     +-- CheckpointNotFound (FileNotFoundError)   there is none here
@@ -88,6 +91,18 @@ class RanksMissing(CheckpointError, TimeoutError):
     """Ranks did not arrive before the deadline; the message names them and the phase."""
 
 
+class SaveInFlight(CheckpointError):
+    """An earlier save in the background has not ended, and the caller chose not to wait for it."""
+
+
+class SaveCancelled(CheckpointError):
+    """A save in the background was cancelled, on this rank or another; nothing of it remains."""
+
+
+class WriterDied(CheckpointError):
+    """The process that writes in the background ended before its work was done. The next save starts another."""
+
+
 class CheckpointNotFound(CheckpointError, FileNotFoundError):
     """There is no committed checkpoint at this place."""
 
@@ -116,6 +131,9 @@ ERRORS: dict[str, type[CheckpointError]] = {
         AlreadyExists,
         SaveConflict,
         RanksMissing,
+        SaveInFlight,
+        SaveCancelled,
+        WriterDied,
         CheckpointNotFound,
         CheckpointDamaged,
         UnsupportedFormat,

@@ -6,8 +6,9 @@ structure changed, nothing is committed; the ranks agree anew and write again.
 """
 
 import logging
+import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -29,7 +30,7 @@ from milepost.pause import CollectionPaused
 from milepost.replicas import ReplicaCheck, compare
 from milepost.store import Store
 from milepost.tensors import find_part
-from milepost.transfer import Meter, Transfer, Watcher
+from milepost.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.values import Codec
 from milepost.version import __version__
 from milepost.write import Entry, write_shard
@@ -51,11 +52,42 @@ class SaveOptions:
     reduce_partial: bool = False
     transfer: Transfer = field(default_factory=Transfer)
     progress: Watcher | None = None
+    cancelled: threading.Event | None = None
 
     @property
     def spread(self) -> bool:
         """Whether replicas share the work; where they may differ, one of them must write all of a tensor."""
         return self.on_difference == "error"
+
+
+def make_options(
+    *,
+    metadata: Mapping[str, Any] | None = None,
+    overwrite: bool = True,
+    on_difference: Literal["error", "warn"] = "error",
+    compare_replicas: bool = True,
+    reduce_partial: bool = False,
+    types: Iterable[type] = (),
+    allow_pickle: bool = False,
+    plans: Plans | None = None,
+    host_memory_bytes: int = HOST_MEMORY_BYTES,
+    transfer: Transfer | None = None,
+    progress: Watcher | None = None,
+) -> SaveOptions:
+    """The options as callers of `milepost.save` give them. Raises InvalidRequest."""
+    if on_difference not in ("error", "warn"):
+        raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
+    return SaveOptions(
+        metadata=metadata or {},
+        codec=Codec(types, allow_pickle),
+        plans=plans if plans is not None else Plans(),
+        overwrite=overwrite,
+        on_difference=on_difference,
+        compare_replicas=compare_replicas,
+        reduce_partial=reduce_partial,
+        transfer=(transfer or Transfer()).within(host_memory_bytes),
+        progress=progress,
+    )
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -118,8 +150,10 @@ class _Save:
     ) -> None:
         self.state, self.store, self.comm, self.options = state, store, comm, options
         self.describing = describing
-        self.meter = Meter("save", store.url, options.progress if comm.rank == comm.lead else None)
+        watcher = options.progress if comm.rank == comm.lead else None
+        self.meter = Meter("save", store.url, watcher, options.cancelled)
         self.warnings: list[str] = []
+        self._wrote = False
         self._results: list[_Result] = []
         self._everything: Overview
 
@@ -140,6 +174,8 @@ class _Save:
         answer = self._write(goal, described, plan, trouble)
         if answer.replan:
             self._discard(goal)
+            if described is not None and described.live and self._wrote:
+                trouble = _changed_too_late()
             answer = self._write(goal, described, self._agree(described, trouble), trouble)
         self.meter.finish()
         if comm.rank == comm.lead:
@@ -215,8 +251,19 @@ class _Save:
 
     def _write_shard(self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck) -> bytes:
         entries = _entries(plan, described, self.comm.rank)
+        digests = check.digests() if described.live else {}  # what is live may change once it is written
         try:
-            written = write_shard(self.store, goal.save_id, self.comm.rank, entries, self.options.transfer, self.meter)
+            self.meter.check()
+            self._wrote = True
+            written = write_shard(
+                self.store,
+                goal.save_id,
+                self.comm.rank,
+                entries,
+                self.options.transfer,
+                self.meter,
+                described.released,
+            )
         except (OSError, CheckpointError) as error:
             raise self._explained(error, goal) from error
         speaker = self.comm.rank == unpack_ranks(plan.group)[0]
@@ -225,7 +272,7 @@ class _Save:
             _Result(
                 plan.id,
                 described.table.values_digest(),
-                check.digests(),
+                digests if described.live else check.digests(),
                 file.size_bytes if file else 0,
                 file.header_bytes if file else 0,
                 bytes.fromhex(file.checksum) if file else b"",
@@ -257,6 +304,7 @@ class _Save:
 
     def _commit(self, goal: _Goal, described: Described) -> _Answer:
         """On the lead: make the manifest and publish it."""
+        self.meter.check()
         results, everything = self._results, self._everything
         values = _values(results, everything)[0]
         files = tuple(
@@ -319,11 +367,22 @@ class _Save:
 def _entries(plan: Plan, described: Described, rank: int) -> list[Entry]:
     """What this rank writes, with the memory that holds it."""
     planned = [
-        Entry(NewEntry(item.name, item.dtype, item.box.shape), find_part(described.tensors[tensor.key], item.box))
+        Entry(
+            NewEntry(item.name, item.dtype, item.box.shape),
+            find_part(described.tensors[tensor.key], item.box),
+            tensor.key in described.live,
+        )
         for tensor in plan.tensors
         for item in written_by(tensor, plan.layouts[tensor.layout], rank)
     ]
     return planned + described.private
+
+
+def _changed_too_late() -> CheckpointError:
+    return CheckpointError(
+        "the structure of the state changed on some rank since the last save, and part of this rank's state was not "
+        "copied (it does not fit in `staging_bytes`) and may have changed by now. Save again."
+    )
 
 
 def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.errors import InvalidRequest
+from milepost.errors import InvalidRequest, SaveCancelled
 
 J = TypeVar("J")
 HOST_MEMORY_BYTES = 512 * MIB
@@ -95,8 +95,15 @@ Watcher = Callable[[Progress], None]
 class Meter:
     """Counts bytes, from several threads, and tells a watcher about it, from the thread that called save or load."""
 
-    def __init__(self, action: Literal["save", "load", "verify"], url: str, watcher: Watcher | None = None) -> None:
+    def __init__(
+        self,
+        action: Literal["save", "load", "verify"],
+        url: str,
+        watcher: Watcher | None = None,
+        cancelled: threading.Event | None = None,
+    ) -> None:
         self._action, self._url, self._watcher = action, url, watcher
+        self._cancelled = cancelled
         self._lock = threading.Lock()
         self._done = self._total = 0
         self._start = self._told = time.monotonic()
@@ -106,9 +113,15 @@ class Meter:
         self._done, self._total, self._start = 0, total_bytes, time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count bytes that were moved."""
+        """Count bytes that were moved. Raises SaveCancelled if no more should be."""
         with self._lock:
             self._done += count
+        self.check()
+
+    def check(self) -> None:
+        """Raises SaveCancelled if somebody asked for that."""
+        if self._cancelled is not None and self._cancelled.is_set():
+            raise SaveCancelled("the save was cancelled; nothing of it remains")
 
     def tell(self) -> None:
         """Tell the watcher, if the last time is long enough ago."""
@@ -163,8 +176,11 @@ def run_all(
         threading.Thread(target=work, args=(_no_watch,), name="milepost", daemon=True) for _ in range(threads - 1)
     ]
     try:
-        for other in others:
-            other.start()
+        # No more threads may be had (a limit, or the interpreter is about to end): then fewer do all the work.
+        with contextlib.suppress(RuntimeError):
+            for other in others:
+                other.start()
+        others = [other for other in others if other.ident is not None]
         work(meter.tell if meter is not None else _no_watch)
         while meter is not None and any(other.is_alive() for other in others):
             others[-1].join(_TELL_EVERY_S)

@@ -5,6 +5,8 @@ memory of its own, where the store wants that, or by reference), computes the ch
 it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
 """
 
+import ctypes
+import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,7 +17,7 @@ import torch
 
 from milepost.core.box import boxes_of_run
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import BLOCK_BYTES, KIB
+from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
 from milepost.memory import Block, Late, address_of, as_bits, copy_bytes, needs_pinned, view_of
@@ -30,10 +32,11 @@ _BY_REFERENCE = 64 * KIB
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """An entry to write, with the memory that holds it, or what makes it."""
+    """An entry to write, with the memory that holds it, or what makes it. `live`: somebody waits to change that memory."""
 
     header: NewEntry
     data: torch.Tensor | Late
+    live: bool = False
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -44,10 +47,20 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write_shard(
-    store: Store, save_id: str, rank: int, entries: list[Entry], transfer: Transfer, meter: Meter
+    store: Store,
+    save_id: str,
+    rank: int,
+    entries: list[Entry],
+    transfer: Transfer,
+    meter: Meter,
+    released: Callable[[], None] = lambda: None,
 ) -> Written:
-    """Write one shard file and make it durable. On any error nothing of it remains."""
+    """Write one shard file and make it durable. On any error nothing of it remains.
+
+    Entries that are live are written first, and `released` is called once, from any thread, when they are not needed any more.
+    """
     if not entries:
+        released()
         return Written(None, 0)
     # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
     entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
@@ -58,7 +71,7 @@ def write_shard(
     writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
     try:
         writer.write(0, [head])
-        table = _write_blocks(writer, _Source(entries, header, transfer.block_bytes), transfer, meter)
+        table = _write_blocks(writer, _Source(entries, header, transfer.block_bytes), transfer, meter, released)
         writer.write(header.header_bytes + header.data_bytes, [table])
         writer.commit()
     except BaseException:
@@ -68,9 +81,13 @@ def write_shard(
     return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
 
 
-def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: Meter) -> bytes:
+def _write_blocks(
+    writer: Writer, source: "_Source", transfer: Transfer, meter: Meter, released: Callable[[], None]
+) -> bytes:
     """Write the data and give the table of its checksums."""
     total, size = source.header.data_bytes, transfer.block_bytes
+    starts, live = source.starts_of_blocks()
+    release = _Countdown(live, released)
     sums = np.zeros(-(-total // BLOCK_BYTES), dtype="<u8")
     free: deque[Block] = deque()
 
@@ -90,18 +107,37 @@ def _write_blocks(writer: Writer, source: "_Source", transfer: Transfer, meter: 
             writer.write(source.header.header_bytes + job.start, job.views)
             meter.add(job.stop - job.start)
             free.append(job.block)
+            release.count(job.start)
 
         return write
 
     threads = transfer.threads_for(total, source.pieces, size)
     if not writer.aligned:
         threads = min(threads, _THROUGH_THE_CACHE)
-    starts = range(0, total, size)
     # What is made late is made by a planner, which may use the same memory for each item: so these are copied one after
     # the other, in order (jobs are taken one at a time), and only checksummed and written side by side.
     jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
     run_all(jobs, make_worker, threads, meter)
     return sums.tobytes()
+
+
+class _Countdown:
+    """Calls back, once, when all of these were counted."""
+
+    def __init__(self, awaited: set[int], then: Callable[[], None]) -> None:
+        self._awaited, self._then = awaited, then
+        self._lock = threading.Lock()
+        if not awaited:
+            then()
+
+    def count(self, one: int) -> None:
+        with self._lock:
+            if one not in self._awaited:
+                return
+            self._awaited.remove(one)
+            if self._awaited:
+                return
+        self._then()
 
 
 class _Gathered(msgspec.Struct, frozen=True):
@@ -135,26 +171,48 @@ def _made_for(entry: Entry, header: Header, block_bytes: int) -> "torch.Tensor |
     return _Made(entry.data, (stop - 1) // block_bytes - start // block_bytes + 1)
 
 
+def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
+    """For each entry, where the run of entries ends that lie in memory as they will lie in the file; from the last one back."""
+    ends = [*starts[1:], total]
+    for i in range(len(starts) - 2, -1, -1):
+        if addresses[i] and addresses[i + 1] - addresses[i] == starts[i + 1] - starts[i]:
+            ends[i] = ends[i + 1]
+    return ends
+
+
 class _Source:
     """The data of all entries as one run of bytes."""
 
     def __init__(self, entries: list[Entry], header: Header, block_bytes: int) -> None:
-        self.header = header
+        self.header, self._block_bytes = header, block_bytes
+        self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
         self.pieces = len(entries)
         self.late = any(isinstance(entry.data, Late) for entry in entries)
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
         self._data = [_made_for(entry, header, block_bytes) for entry in entries]
         self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]
+        self._run_ends = _run_ends(self._starts, self._addresses, header.data_bytes)
         self._views: dict[int, memoryview] = {}
         here = [data for data in self._data if isinstance(data, torch.Tensor)]
         # What comes late comes from where the job computes.
         self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
 
+    def starts_of_blocks(self) -> tuple[list[int], set[int]]:
+        """Where blocks start, those that hold live entries first, and which these are."""
+        size = self._block_bytes
+        live = {at * size for start, stop in self._live for at in range(start // size, -(-stop // size))}
+        rest = [start for start in range(0, self.header.data_bytes, size) if start not in live]
+        return [*sorted(live), *rest], live
+
     def bytes_in(self, start: int, stop: int, block: Block, *, by_reference: bool) -> list[memoryview]:
         """Bytes start..stop, in `block` from its beginning, or partly as views of the tensors themselves."""
+        i = bisect_right(self._starts, start) - 1
+        address = self._addresses[i] + start - self._starts[i] if self._addresses[i] else 0
+        if self._run_ends[i] >= stop and address and (by_reference or address % PAGE_BYTES == 0):
+            # All of it lies together, in order: so do copies that were made for this. It is written from there.
+            return [memoryview((ctypes.c_char * (stop - start)).from_address(address)).cast("B")]
         views: list[memoryview] = []
         at = gathered = start  # what lies between was put into the block and is not in `views` yet
-        i = bisect_right(self._starts, start) - 1
         while at < stop:
             low = at - self._starts[i]
             high = min(stop - self._starts[i], self._size(i))

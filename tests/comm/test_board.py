@@ -205,6 +205,24 @@ def test_calls_aside_do_not_meet_those_of_others():
     assert run_ranks(3, work) == [expected] * 3
 
 
+def test_a_posted_note_is_seen_by_all_without_a_meeting():
+    def work(comm):
+        beside = comm.aside()
+        assert beside.look(["2"], 0.0) == [None]
+        comm.meet(phase("all have looked"), b"", b"".join)
+        if comm.rank == 2:
+            beside.post("2", b"old")
+            beside.post("2", b"new")
+            beside.post("end", b"")
+        assert beside.look(["end"], 10.0) == [b""]
+        assert comm.look(["2"], 0.0) == [None]
+        return beside.look(["2", "never"], 0.1)
+
+    assert run_ranks(3, work) == [[b"new", None]] * 3
+    assert run_ranks(3, work, trouble={0: {}, 2: {}}) == [[b"new", None]] * 3
+    assert Solo().look(["2"], 10.0) == [None]
+
+
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone):
     def work(comm):
@@ -212,9 +230,13 @@ def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone):
         if comm.rank == gone:
             depart(comm, ValueError("my trainer died"))
             return "gone"
-        with pytest.raises(milepost.CheckpointError, match=f"rank {gone}.*my trainer died") as caught:
+
+        def next_call():
             told(comm, phase("a"), bytes)
             together(comm, phase("b"), bytes)
+
+        with pytest.raises(milepost.CheckpointError, match=f"rank {gone}.*my trainer died") as caught:
+            next_call()
         return sorted(caught.value.failures)
 
     began = time.monotonic()

@@ -64,6 +64,12 @@ class Comm(Protocol):
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
 
+    def post(self, name: str, note: bytes) -> None:
+        """Put up a note that the other ranks can look at, in place of one of this name. No meeting: waits for nobody."""
+
+    def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """What other ranks posted under these names, as soon as all are there; None for those that are not there in time."""
+
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
 
@@ -100,10 +106,18 @@ class Solo:
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Nobody waits."""
 
+    def post(self, name: str, note: bytes) -> None:
+        """Nobody looks."""
+
+    def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """Nobody else posts: None for each, at once."""
+        del timeout_s
+        return [None] * len(names)
+
     def index_of(self, global_rank: int) -> int | None:
         """Rank 0 is the only one."""
         return 0 if global_rank == 0 else None
 
     def aside(self) -> "Comm":
-        """This process, which meets nobody."""
+        """The process itself, which meets nobody."""
         return self

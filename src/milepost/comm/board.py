@@ -159,6 +159,14 @@ class BoardComm:
         else:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
 
+    def post(self, name: str, note: bytes) -> None:
+        """Put up a note that the other ranks can look at, in place of one of this name."""
+        self._board.pin(f"posted/{name}", note)
+
+    def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """The notes posted under these names, as soon as all are there; None for those that are not there in time."""
+        return self._board.read([f"posted/{name}" for name in names], timeout_s)
+
     def depart(self, payload: bytes) -> None:
         """Take part in the next call, whatever it is, with this payload alone, and never again: this rank is gone."""
         for _ in range(_PARTING_NOTES):

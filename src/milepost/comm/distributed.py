@@ -1,6 +1,7 @@
 """The ranks of a `torch.distributed` job, through the store that the job was started with."""
 
 import contextlib
+import socket
 import time
 import weakref
 from collections.abc import Iterator
@@ -125,6 +126,25 @@ def ranks_of(group: Any, timeout_s: float, lead: int = 0) -> Comm:
     positions = {rank: i for i, rank in enumerate(members)}
     size, rank = len(members), dist.get_rank(group)
     return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, lead, group)
+
+
+def key_value_store(address: tuple[str, int] | None) -> Any:
+    """The key-value store at an address, or a new one in this process, on a port of its own."""
+    host, port = address or ("127.0.0.1", 0)
+    return dist.TCPStore(host, port, is_master=address is None, wait_for_workers=False)  # type: ignore[attr-defined]
+
+
+def address_for(group: Any) -> str:
+    """The address of this machine at which the other ranks of a process group reach it."""
+    store: Any = group.get_group_store() if isinstance(group, dist.ProcessGroup) else None
+    while hasattr(store, "underlying_store"):
+        store = store.underlying_store
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((getattr(store, "host", "127.0.0.1"), 9))  # chooses the way, and sends nothing
+            return str(probe.getsockname()[0])
+    except OSError:
+        return socket.gethostname()
 
 
 _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, TorchBoard]" = weakref.WeakKeyDictionary()

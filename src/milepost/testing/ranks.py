@@ -100,6 +100,14 @@ class TroubledComm:
         """Leave as any rank would."""
         self._inner.leave(phase, payload)
 
+    def post(self, name: str, note: bytes) -> None:
+        """Post as any rank would."""
+        self._inner.post(name, note)
+
+    def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
+        """Look as any rank would."""
+        return self._inner.look(names, timeout_s)
+
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job."""
         return self._inner.index_of(global_rank)

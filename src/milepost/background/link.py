@@ -1,0 +1,131 @@
+"""The trainer's side of its writing process."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from milepost.background.messages import Cancel, Ended, Meeting, Memory, Order, Ranks, Told, unpack_error
+from milepost.errors import WriterDied
+from milepost.saving import Receipt
+from milepost.transfer import Watcher
+
+_LOOK_S = 0.1
+_START_S = 120.0
+_STOP_S = 15.0
+_PROGRAM = "import sys; from milepost.background.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+
+
+class Link:
+    """A writing process, and the connection to it. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "",  # it has no use for a GPU, and must not take memory there
+            "OMP_NUM_THREADS": "1",
+        }
+        with there:
+            self._process = subprocess.Popen(  # noqa: S603  # ourselves
+                [sys.executable, "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # what ends the trainer's group or terminal must not end this
+            )
+        self._connection = Connection(here.detach())
+        self._numbers = 0
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def meet(self, ranks: Ranks) -> int:
+        """Tell the process who it is. Gives the port at which the ranks meet, if that is in this process."""
+        self._send(ranks)
+        answer = self._receive(time.monotonic() + _START_S)
+        if isinstance(answer, Ended):
+            raise unpack_error(answer.error)
+        assert isinstance(answer, Meeting)
+        return answer.port
+
+    def share(self, handle: int, size_bytes: int) -> None:
+        """Let the process map this memory, in place of what it had."""
+        self._send(Memory(size_bytes))
+        with self._reachable():
+            send_handle(self._connection, handle, self._process.pid)
+
+    def hand_over(self, order: Order) -> None:
+        """Give the process a save to do. From here on it will be done, whatever happens to this one."""
+        self._send(order)
+
+    def next_number(self) -> int:
+        """A number for an order."""
+        self._numbers += 1
+        return self._numbers
+
+    def outcome(self, number: int, watcher: Watcher | None, cancelled: threading.Event) -> Receipt:
+        """Wait for the end of a save. Raises what went wrong there, or WriterDied."""
+        asked = False
+        while True:
+            if cancelled.is_set() and not asked:
+                asked = True
+                self._send(Cancel(number))
+            message = self._receive(None)
+            if isinstance(message, Told) and watcher is not None:
+                watcher(message.progress)
+            elif isinstance(message, Ended) and message.number == number:
+                for text in message.warnings:
+                    warnings.warn(text, RuntimeWarning, stacklevel=2)
+                if message.error:
+                    raise unpack_error(message.error)
+                assert message.receipt is not None
+                return message.receipt
+
+    def close(self) -> None:
+        """Let the process end, and wait for that."""
+        with contextlib.suppress(OSError, WriterDied):
+            self._send("close")
+        self._connection.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self, deadline: float | None) -> Any:
+        """The next message; None after a short while, without a deadline."""
+        with self._reachable():
+            while not self._connection.poll(_LOOK_S):
+                if deadline is None:
+                    return None
+                if time.monotonic() > deadline:
+                    raise WriterDied(f"the writing process {self.pid} has not answered for {_START_S:.0f} s")
+            return self._connection.recv()
+
+    def _send(self, message: Any) -> None:
+        with self._reachable():
+            self._connection.send(message)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            code = self._process.poll()
+            how = f"ended with code {code}" if code is not None else f"cannot be reached ({error})"
+            raise WriterDied(
+                f"the writing process {self.pid} {how}. Its log is in this job's standard error; was there too little "
+                "memory? The next save starts another."
+            ) from error

@@ -1,0 +1,312 @@
+"""Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
+
+import atexit
+import logging
+import pickle
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, NoReturn, TypeVar
+
+import torch
+
+from milepost.background.pending import PendingSave
+from milepost.background.writers import Writers, is_broken
+from milepost.comm import Comm, Phase, together, told
+from milepost.core.agreement import Plans
+from milepost.describing import Described
+from milepost.errors import InvalidRequest, SaveCancelled, SaveInFlight
+from milepost.saving import Receipt, SaveOptions, save_state
+from milepost.staging import Owned, Stager, Staging, Way
+from milepost.store import Store
+
+_log = logging.getLogger("milepost")
+Background = Literal["thread", "process"]
+WhenBusy = Literal["wait", "refuse"]
+T = TypeVar("T")
+_BUSY = b"busy"
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What to save. `describing` is called before the call returns; `then` at the end of the save, on every rank."""
+
+    store: Store
+    options: SaveOptions
+    describing: Callable[[Comm], Described]
+    then: Callable[[Comm], None] = lambda _: None
+
+
+class BackgroundSaver:
+    """Does one save at a time in the background, and keeps for the next what took time to make.
+
+    Every rank makes the same calls. `comm`: the ranks; what happens in the background they discuss aside.
+    """
+
+    def __init__(
+        self, comm: Comm, timeout_s: float, background: Background, limit_bytes: int | None, when_busy: WhenBusy
+    ) -> None:
+        self._front, self._timeout_s, self._background, self._when_busy = comm, timeout_s, background, when_busy
+        self._comm, self._asking = comm.aside(), comm.aside()
+        self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
+        self._writers: Writers | None = None
+        self._current: PendingSave | None = None
+        self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self._closed = False
+        self.plans = Plans()
+
+    def prewarm(self, describing: Callable[[Comm], Described]) -> None:
+        """Make the memory that a state needs, and start the process. Every rank calls it, and waits for the others."""
+        self.wait()
+
+        def make_memory() -> bytes:
+            self._stager.prewarm(describing(self._front))
+            return b""
+
+        if self._background == "thread":
+            make_memory()
+            return
+        together(self._comm, Phase("saving in", "the background", "prewarming"), make_memory)
+        self._share(self._started())
+
+    def save(self, work: Work, way: Way = "auto", optimizers: Sequence[torch.optim.Optimizer] = ()) -> PendingSave:
+        """Begin a save. Returns when the caller may go on. Raises what an earlier one met and nobody asked for."""
+        store = _pickled(work.store) if self._background == "process" else b""
+        earlier = self._make_room(work.store.url)
+        if earlier is not None:
+            self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, earlier))
+            raise earlier
+        staging: Staging | None = None
+        trouble: BaseException | None = None
+        try:
+            described = work.describing(self._front)
+            staging = self._stager.begin(described, way, Owned(optimizers) if optimizers else None)
+        except Exception as error:
+            if self._front.size == 1:
+                raise
+            trouble = error  # the others hear of it where they wait, in the background
+        pending = PendingSave(work.store.url, staging.done if staging else _set())
+        self._hook(optimizers)
+        self._run(pending, lambda: self._save(pending, work, store, staging, trouble), staging)
+        if staging is not None:
+            staging.at_return.wait()
+        return pending
+
+    def _fail(self, url: str, save: Callable[[PendingSave], Receipt]) -> None:
+        """Take part in a save, in order to fail: the other ranks may not know yet that an earlier one did."""
+        if self._front.size > 1:
+            pending = PendingSave(url, _set())
+            pending.mark_told()
+            self._run(pending, lambda: save(pending), None)
+
+    def save_copied(
+        self, url: str, copy: Callable[[], T], write: Callable[[Callable[[], T], Comm], Receipt]
+    ) -> PendingSave:
+        """Begin a save of what planners and storage of other kinds need: `copy` is called now, `write` in a thread."""
+        earlier = self._make_room(url)
+        if earlier is not None:
+            self._fail(url, lambda _: write(_raising(earlier), self._comm))
+            raise earlier
+        try:
+            copied = _giving(copy())
+        except Exception as error:
+            if self._front.size == 1:
+                raise
+            copied = _raising(error)
+        pending = PendingSave(url, _set())
+        self._run(pending, lambda: write(copied, self._comm), None)
+        return pending
+
+    def _run(self, pending: PendingSave, work: Callable[[], Receipt], staging: Staging | None) -> None:
+        def run() -> None:
+            receipt, failed = None, None
+            try:
+                receipt = work()
+            except BaseException as error:  # noqa: BLE001  # it is raised where somebody asks
+                failed = error
+            finally:
+                if staging is not None:
+                    staging.release()
+                if failed is not None:
+                    _failed[:] = [*(one for one in _failed if one.untold_error), pending]
+                pending.end(receipt, failed)
+
+        self._current = pending
+        # Not a daemon: the interpreter waits for it before it ends.
+        threading.Thread(target=run, name="milepost-save").start()
+
+    def _save(
+        self, pending: PendingSave, work: Work, store: bytes, staging: Staging | None, trouble: BaseException | None
+    ) -> Receipt:
+        options = replace(work.options, cancelled=pending.cancelled)
+        try:
+            if self._background == "process":
+                receipt = self._by_process(pending, work, store, staging, trouble, options)
+            else:
+                receipt = self._by_thread(self._comm, work.store, staging, trouble, options)
+        except BaseException as error:
+            if is_broken(error):
+                self._stop_writers()
+            raise
+        work.then(self._comm)
+        return receipt
+
+    def _by_thread(
+        self, comm: Comm, store: Store, staging: Staging | None, trouble: BaseException | None, options: SaveOptions
+    ) -> Receipt:
+        def describing() -> Described:
+            if staging is None:
+                assert trouble is not None
+                raise trouble
+            staging.copy()
+            staging.settle()
+            _check(options)
+            return staging.described()
+
+        return save_state(None, store, comm, options, describing)
+
+    def _by_process(
+        self,
+        pending: PendingSave,
+        work: Work,
+        store: bytes,
+        staging: Staging | None,
+        trouble: BaseException | None,
+        options: SaveOptions,
+    ) -> Receipt:
+        if staging is None or not staging.fits:
+            # The process could not see what is not copied: so this thread does it, and meets the others where they are.
+            writers = self._started()
+            return self._by_thread(writers.comm, work.store, staging, trouble, options)
+        was_up = self._writers is not None
+        try:
+            staging.copy()
+            _check(options)
+        except Exception as error:  # noqa: BLE001  # raised on every rank
+            return self._by_thread(self._started().comm, work.store, None, error, options)
+        if not was_up:
+            staging.settle()
+        writers = self._started()
+        self._share(writers)
+        number = writers.hand_over(work.store.url, store, staging.slots(), options)
+        staging.settle()  # after that: who dies from here on has a checkpoint
+        return writers.outcome(number, options, pending)
+
+    def _share(self, writers: Writers) -> None:
+        arena = self._stager.arena
+        if writers.shared_version != arena.version:
+            writers.link.share(arena.handle, arena.capacity)
+            writers.shared_version = arena.version
+
+    def _started(self) -> Writers:
+        if self._writers is None:
+            self._writers = Writers(self._comm, self._front.group, self._timeout_s)
+        return self._writers
+
+    def _stop_writers(self) -> None:
+        writers, self._writers = self._writers, None
+        if writers is not None:
+            writers.close()
+
+    def _make_room(self, url: str) -> BaseException | None:
+        """Wait until no save is under way, or refuse, on all ranks alike. Gives what the last one met, if nobody asked."""
+        self.check_open()
+        last = self._current
+        if self._when_busy == "refuse":
+            phase = Phase("saving to", url, "asking whether a save is under way")
+            answer = told(self._asking, phase, lambda: _BUSY if last is not None and not last.done() else b"")
+            if answer == _BUSY:
+                earlier = last.url if last is not None else "another place"
+                raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
+        return self._settle_last()
+
+    def _settle_last(self) -> BaseException | None:
+        """Wait for the last save. Gives what it met, if nobody has asked for that; now somebody has."""
+        if self._current is None:
+            return None
+        self._current.join()
+        error = self._current.untold_error
+        self._current.mark_told()
+        return error
+
+    def check_open(self) -> None:
+        """Raises InvalidRequest after `close`."""
+        if self._closed:
+            raise InvalidRequest("this saver is closed")
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises what the last one met, if nobody has asked."""
+        self.check_open()
+        error = self._settle_last()
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait, let go of memory and process, and raise what the last save met, if nobody has asked. May be called twice."""
+        if self._closed:
+            return
+        error = self._settle_last()
+        self._closed = True
+        for handle in self._hooks.values():
+            handle.remove()
+        self._stop_writers()
+        self._stager.free()
+        if error is not None:
+            raise error
+
+    def _hook(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        """Let these optimizers wait, before each step, until the state may be changed."""
+        for optimizer in optimizers:
+            if optimizer not in self._hooks:
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._wait_staged)
+
+    def _wait_staged(self, *_: Any) -> None:
+        # What went wrong is told elsewhere: here it only matters that nobody reads the state any more.
+        if self._current is not None:
+            self._current.join_staging()
+
+
+def _set() -> threading.Event:
+    event = threading.Event()
+    event.set()
+    return event
+
+
+def _check(options: SaveOptions) -> None:
+    if options.cancelled is not None and options.cancelled.is_set():
+        raise SaveCancelled("the save was cancelled; nothing of it remains")
+
+
+def _giving(value: T) -> Callable[[], T]:
+    return lambda: value
+
+
+def _raising(error: BaseException) -> Callable[[], Any]:
+    def fail() -> NoReturn:
+        raise error
+
+    return fail
+
+
+def _pickled(store: Store) -> bytes:
+    try:
+        return pickle.dumps(store)
+    except Exception as error:
+        raise InvalidRequest(
+            f"a process cannot save to {store.url}: a {type(store).__name__} belongs to this one ({error}). "
+            'Use background="thread".'
+        ) from error
+
+
+# Saves that failed. Kept until the interpreter ends, or somebody asked: whoever made them may be gone.
+_failed: list[PendingSave] = []
+
+
+@atexit.register
+def _report() -> None:
+    """Say at the very end what nobody asked for."""
+    for pending in _failed:
+        error = pending.untold_error
+        if error is not None:
+            _log.error("the save to %s failed in the background: %s", pending.url, error, exc_info=error)

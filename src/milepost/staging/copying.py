@@ -1,0 +1,151 @@
+"""Copying into staging memory: by threads from the CPU, by a stream of its own from a GPU."""
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from milepost.core.box import Box
+from milepost.core.limits import MIB
+from milepost.memory import address_of, as_bits, copy_bytes
+from milepost.transfer import run_all
+
+_AT_ONCE_BYTES = 8 * MIB
+_STRIDED_AT_ONCE_BYTES = 64 * MIB
+_THREADS = 4
+
+
+class Copy(NamedTuple):
+    """A tensor, and the memory of the same type and shape, in one run, that it is copied into."""
+
+    source: torch.Tensor
+    target: torch.Tensor
+
+
+class Moment:
+    """A point in what the GPUs of this process were told to do: all that was asked for before it happens before."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._events: dict[torch.device, torch.cuda.Event] = {}
+        for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+            self._events[device] = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._events[device].record(torch.cuda.current_stream(device))
+
+    def before(self, stream: torch.cuda.Stream) -> None:
+        """Let a stream begin after it."""
+        self._events[stream.device].wait(stream)
+
+
+class Copier:
+    """Copies, with a stream on each GPU that is kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def copy(self, copies: list[Copy], moment: Moment) -> None:
+        """Return when all are copied, as they were at that moment. Waiting for a GPU lets other threads run."""
+        by_device: dict[torch.device, list[Copy]] = {}
+        for one in copies:
+            by_device.setdefault(one.source.device, []).append(one)
+        here = by_device.pop(torch.device("cpu"), [])
+        begun = [self._begin(device, theirs, moment) for device, theirs in by_device.items() if device.type == "cuda"]
+        for device, theirs in by_device.items():
+            if device.type != "cuda":
+                _copy_from(theirs)
+        _copy_here(here)
+        for event in begun:
+            event.synchronize()
+
+    def _begin(self, device: torch.device, copies: list[Copy], moment: Moment) -> torch.cuda.Event:
+        if device not in self._streams:
+            self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream = self._streams[device]
+        moment.before(stream)
+        with torch.cuda.stream(stream), torch.no_grad():
+            for one in copies:
+                for part in _parts(one):
+                    part.target.copy_(part.source, non_blocking=True)
+        event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+
+def _parts(one: Copy) -> Iterator[Copy]:
+    """The copy, or where torch would need memory to bring the elements in order, several that need little."""
+    source, target = _bits(one)
+    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
+        yield Copy(source, target)
+        return
+    for slab in Box.whole(tuple(source.shape)).slabs(max(_STRIDED_AT_ONCE_BYTES // source.element_size(), 1)):
+        yield Copy(source[slab.slices], target[slab.slices])
+
+
+def _bits(one: Copy) -> Copy:
+    """The same under a type that every kernel can copy, unless torch has to work the values out."""
+    if one.source.is_conj() or one.source.is_neg():
+        return one
+    return Copy(as_bits(one.source), as_bits(one.target))
+
+
+def _copy_here(copies: list[Copy]) -> None:
+    """Copy what is on the CPU, large tensors in pieces and small ones together, by several threads."""
+    large: list[tuple[int, int, int]] = []
+    small: list[Copy] = []
+    for one in copies:
+        at, size = address_of(one.source), one.target.nbytes
+        if at and size >= _AT_ONCE_BYTES:
+            to = int(one.target.data_ptr())
+            starts = range(0, size, _AT_ONCE_BYTES)
+            large.extend((to + start, at + start, min(_AT_ONCE_BYTES, size - start)) for start in starts)
+        else:
+            small.append(one)
+
+    def worker(job: tuple[int, int, int]) -> None:
+        copy_bytes(*job)
+
+    threads = min(_THREADS, os.cpu_count() or 1, len(large))
+    if large:
+        run_all(iter(large), lambda: worker, threads)
+    for one in small:
+        _copy_small(one)
+
+
+def _copy_small(one: Copy) -> None:
+    at = address_of(one.source)
+    if at:
+        copy_bytes(int(one.target.data_ptr()), at, one.target.nbytes)
+    else:
+        _copy_from([one])
+
+
+def _copy_from(copies: list[Copy]) -> None:
+    """Copy in the way that any device and any strides allow."""
+    with torch.no_grad():
+        for one in copies:
+            for part in _parts(one):
+                part.target.copy_(part.source)
+
+
+def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Copies of tensors that are on GPUs, each on its own, in the order of what those were told to do. Does not wait.
+
+    Raises torch.OutOfMemoryError where there is no room.
+    """
+    with torch.no_grad():
+        clones = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
+        groups: dict[tuple[torch.device, torch.dtype], list[Copy]] = {}
+        for source, clone in zip(sources, clones, strict=True):
+            bits = _bits(Copy(source, clone))
+            groups.setdefault((bits.source.device, bits.source.dtype), []).append(bits)
+        for copies in groups.values():
+            # Many at once: thousands of small tensors would take longer to ask for than to copy.
+            torch._foreach_copy_([one.target for one in copies], [one.source for one in copies])
+    return clones
+
+
+def room_on(device: torch.device) -> int:
+    """How many bytes of a GPU's memory nothing will need, as far as one can tell: the most ever in use may be so again."""
+    free, _ = torch.cuda.mem_get_info(device)
+    mine = torch.cuda.memory_reserved(device)
+    return int(free + mine - torch.cuda.max_memory_allocated(device))

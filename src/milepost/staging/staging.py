@@ -1,0 +1,189 @@
+"""Staging: the state as it is now, copied to where it can be written from while training changes the original.
+
+    host      copy into host memory, and then let the caller go on
+    device    copy on the GPU, let the caller go on, and copy from there into host memory
+    overlap   let the caller go on at once; until the copy is made it may read the state, and not change it
+
+What does not fit in the memory that is allowed is not copied: it is written first, from where it is.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from milepost.core.box import Shape
+from milepost.describing import Described
+from milepost.staging.arena import Arena, budget_of
+from milepost.staging.copying import Copier, Copy, Moment, clone_on_devices, room_on
+from milepost.staging.packing import Packed, Slot, in_place_of, pack
+from milepost.write import Entry
+
+Way = Literal["auto", "host", "device", "overlap"]
+_log = logging.getLogger("milepost")
+_SPARE_BYTES = 256 << 20
+_SPARE_PART = 20
+
+
+class Stager:
+    """Keeps what staging needs from one save to the next. Used by one save at a time.
+
+    `shared`: the memory can be given to another process. `limit_bytes`: the most host memory to use; None: what is free.
+    """
+
+    def __init__(self, shared: bool, limit_bytes: int | None) -> None:
+        self.arena = Arena(shared)
+        self.copier = Copier()
+        self._limit_bytes = limit_bytes
+
+    def prewarm(self, described: Described) -> None:
+        """Make the memory that a state like this needs."""
+        packed = pack(described, budget_of(self._limit_bytes, self.arena.capacity))
+        self.arena.reserve(packed.size_bytes, _pins(packed.sources))
+
+    def begin(self, described: Described, way: Way, owned: "Owned | None") -> "Staging":
+        """Look at the state as it is now. The rest may happen in another thread."""
+        packed = pack(described, budget_of(self._limit_bytes, self.arena.capacity))
+        return Staging(self, described, packed, way, owned)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self.arena.free()
+
+
+class Owned:
+    """The memory that only an optimizer changes: its parameters and what it keeps for each."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._storages: set[int] = set()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._add(group["params"])
+            for kept in optimizer.state.values():
+                self._add(kept.values() if isinstance(kept, dict) else [])
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                self._storages.add(local.untyped_storage().data_ptr())
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether nobody but the optimizers changes this tensor."""
+        return data.untyped_storage().data_ptr() in self._storages
+
+
+class Staging:
+    """The staging of one save.
+
+    `at_return` is set when the caller may go on (by the rules of the way), `done` when it may change everything.
+    """
+
+    def __init__(self, stager: Stager, described: Described, packed: Packed, way: Way, owned: Owned | None) -> None:
+        self._stager, self._described, self._packed = stager, described, packed
+        self.at_return, self.done = threading.Event(), threading.Event()
+        on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if data.is_cuda]
+        self.way = _chosen(way, on_gpu, owned)
+        self._clones: dict[int, torch.Tensor] = {}
+        if self.way == "device":
+            try:
+                self._clones = dict(zip(map(id, on_gpu), clone_on_devices(on_gpu), strict=True))
+            except torch.OutOfMemoryError:
+                self.way = "overlap" if owned else "host"
+        self._moment = Moment(on_gpu)
+        self._may_wait = self._rule(owned)
+
+    def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
+        """Which tensors may be copied after the caller went on."""
+        if self.way == "device":
+            return lambda data: id(data) in self._clones
+        if self.way == "overlap":
+            return owned.holds if owned is not None else lambda _: True
+        return lambda _: False
+
+    def _reserve(self) -> None:
+        arena, packed = self._stager.arena, self._packed
+        try:
+            arena.reserve(packed.size_bytes, _pins(packed.sources))
+        except (OSError, MemoryError) as error:
+            _log.warning("no staging memory (%s): the state is written from where it is, which takes longer", error)
+            self._packed = pack(self._described, 0)
+            arena.reserve(0, pinned=False)
+
+    @property
+    def fits(self) -> bool:
+        """Whether all of the state gets a place in host memory."""
+        return not self._packed.left_out
+
+    def copy(self) -> None:
+        """Copy all that fits."""
+        self._reserve()
+        now: list[Copy] = []
+        later: list[Copy] = []
+        for data, slot in self._packed.sources:
+            copy = Copy(self._clones.get(id(data), data), slot.within(self._stager.arena.data))
+            (later if self._may_wait(data) else now).append(copy)
+        self._stager.copier.copy(now, self._moment)
+        if all(self._may_wait(data) for data in self._packed.left_out):
+            self.at_return.set()
+        self._stager.copier.copy(later, self._moment)
+        self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
+
+    def settle(self) -> None:
+        """After `copy`: let the caller go on, unless something is read from where it is."""
+        if all(id(data) in self._clones for data in self._packed.left_out):
+            self.release()
+
+    def release(self) -> None:
+        """Nothing reads the state any more."""
+        self.done.set()
+        self.at_return.set()
+
+    def described(self) -> Described:
+        """The state as it was, to be written: from the copies, and where there are none from the original."""
+        memory = self._stager.arena.data
+        made = {slot.offset: slot.within(memory) for _, slot in self._packed.sources}
+
+        def instead(data: torch.Tensor, dtype: str, shape: Shape) -> Any:
+            del dtype, shape
+            slot = self._packed.slots.get(id(data))
+            return made[slot.offset] if slot is not None else self._clones.get(id(data), data)
+
+        result = in_place_of(self._described, instead)
+        live = {id(data) for data in self._packed.left_out if id(data) not in self._clones}
+        if not live:
+            return result
+        tensors = self._described.tensors.items()
+        private = zip(result.private, self._described.private, strict=True)
+        return replace(
+            result,
+            live=frozenset(key for key, local in tensors if any(id(part.data) in live for part in local.parts)),
+            private=[Entry(new.header, new.data, id(old.data) in live) for new, old in private],
+            released=self.release,
+        )
+
+    def slots(self) -> Described:
+        """The same, with slots in place of tensors: for a process that maps the memory. Only where all fits."""
+        return in_place_of(
+            self._described, lambda data, dtype, shape: self._packed.slots.get(id(data)) or Slot(0, dtype, shape)
+        )
+
+
+def _pins(sources: list[tuple[torch.Tensor, Slot]]) -> bool:
+    return torch.cuda.is_available() and any(data.is_cuda for data, _ in sources)
+
+
+def _chosen(way: Way, on_gpu: list[torch.Tensor], owned: Owned | None) -> Way:
+    """The way to go. On the GPU where it has room for a second copy; else over the next step if that is safe."""
+    if way in ("host", "overlap"):
+        return way
+    need: dict[torch.device, int] = {}
+    for data in on_gpu:
+        need[data.device] = need.get(data.device, 0) + data.nbytes
+    if need and all(room_on(device) > size + size // _SPARE_PART + _SPARE_BYTES for device, size in need.items()):
+        return "device"
+    return "overlap" if owned is not None else "host"
