@@ -143,6 +143,11 @@ class AsyncSaver:
         place = str(where) if where is not None else place_of(writer)
         return self._saver.save_copied(place, lambda: copied_state(state), write)
 
+    def refuse(self, where: Where, error: BaseException) -> None:
+        """Take part in the save that the other ranks begin, in order to fail it with this error, on all of them."""
+        options = make_options()
+        self._saver.refuse(Work(store_at(where), options, _describing({}, options)), error)
+
     def prewarm(self, state: Any, **options: Any) -> None:
         """Make the memory that `state` needs, and start the process, so that the first save takes no longer than others.
 
@@ -153,6 +158,14 @@ class AsyncSaver:
     def wait(self) -> None:
         """Return when no save is under way. Raises what the last one met, if nobody has asked."""
         self._saver.wait()
+
+    def take_error(self) -> BaseException | None:
+        """Wait until no save is under way. Gives what the last one met, if nobody has asked: now somebody has."""
+        return self._saver.take_error()
+
+    def join(self) -> None:
+        """Return when no save is under way, however it ended."""
+        self._saver.join()
 
     def close(self) -> None:
         """Wait, let go of memory and process, and raise what the last save met, if nobody has asked. May be called twice."""

@@ -5,13 +5,15 @@ Every rank of the job makes the same calls. The lead decides what to restore and
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import msgspec
 
 from milepost.api import TIMEOUT_S, load, save
+from milepost.async_saving import AsyncSaver
+from milepost.background import Background, PendingSave, WhenBusy
 from milepost.checkpoint import Checkpoint
 from milepost.comm import Comm, Phase, Solo, together, told
 from milepost.comm.distributed import ranks_of
@@ -22,11 +24,13 @@ from milepost.opening import open_checkpoint
 from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.read import Files
 from milepost.retention import METRICS, Rule, Shelf, checked_step
-from milepost.saving import Receipt
+from milepost.saving import Receipt, refuse
+from milepost.staging import Way
 from milepost.store import Store, Where, store_at
 from milepost.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 
 if TYPE_CHECKING:
+    import torch
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
@@ -86,6 +90,7 @@ class Checkpointer:
 
     `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`; `coordinator_rank`: the
     one of them that decides; `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
+    `background`, `stage`, `staging_bytes`, `when_busy`: how `async_save` works; see `AsyncSaver`.
     Further options are those of `save` and `load` (`transfer`, `types`, `on_difference`, `convert_dtype`, ...), for every
     call that has them.
 
@@ -107,6 +112,10 @@ class Checkpointer:
         timeout_s: float = TIMEOUT_S,
         save_planner: SavePlanner | None = None,
         load_planner: LoadPlanner | None = None,
+        background: Background = "thread",
+        stage: Way = "auto",
+        staging_bytes: int | None = None,
+        when_busy: WhenBusy = "wait",
         **options: Any,
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
@@ -114,6 +123,15 @@ class Checkpointer:
         self._options = options
         self._shelf = Shelf(store_at(root))
         self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
+        self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
+            background=background,
+            stage=stage,
+            staging_bytes=staging_bytes,
+            when_busy=when_busy,
+            process_group=self._ranks(),
+            timeout_s=timeout_s,
+        )
+        self._saver: AsyncSaver | None = None
         self._planners = {"save": save_planner, "load": load_planner}
         self._plans = Plans()
         self._closed = False
@@ -148,20 +166,67 @@ class Checkpointer:
         self._check_open()
         _check_options(options, _SAVE, "a save")
         place, comm = self._shelf.place(step), self._ranks()
+        earlier = self._saver.take_error() if self._saver is not None else None
+        if earlier is not None:
+            refuse(place, comm, earlier)
         metadata = dict(metadata or {})
         if comm.rank == comm.lead:
             try:
                 metadata = _with_metrics(metadata, metrics)
-            except Exception as error:  # noqa: BLE001  # raised by `told`
-                # Where the others will be waiting: at the first meeting of a save.
-                told(comm, Phase("saving to", place.url, "starting"), _raising(error))
+            except Exception as error:  # noqa: BLE001  # raised by `refuse`
+                refuse(place, comm, error)
         given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
         receipt = save(state, place, metadata=metadata, plans=self._plans, process_group=comm, **given)
-        # A meeting, so that all ranks see the same steps when the call returns.
-        together(comm, Phase("keeping steps of", self.url, "removing"), bytes, lambda _: self._retain(step))
+        self._retain(comm, step)
         return receipt
 
-    def _retain(self, step: int) -> bytes:
+    def async_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+        **options: Any,
+    ) -> PendingSave:
+        """Save `state` as this step while training goes on, on every rank. Returns when the caller may go on.
+
+        The `result()` of what it gives is there when the step is committed and old ones are removed, as in `save`. See
+        `AsyncSaver` for how the state is copied, and for `optimizer`. If an earlier one failed and nobody asked, that is
+        raised here, by `save`, `wait` or `close`.
+        """
+        self._check_open()
+        _check_options(options, _SAVE | {"stage"}, "a save")
+        place = self._shelf.place(step)
+        given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
+        metadata, comm = dict(metadata or {}), self._ranks()
+        if comm.rank == comm.lead:
+            try:
+                metadata = _with_metrics(metadata, metrics)
+            except Exception as error:
+                self._background().refuse(place, error)
+                raise
+        return self._background().save(
+            state, place, metadata=metadata, optimizer=optimizer, then=lambda comm: self._retain(comm, step), **given
+        )
+
+    def prewarm(self, state: Any) -> None:
+        """Make what `async_save` of such a state needs, so that the first one takes no longer than others. On every rank."""
+        self._check_open()
+        given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
+        self._background().prewarm(state, **given)
+
+    def _background(self) -> AsyncSaver:
+        if self._saver is None:
+            self._saver = self._make_saver()
+        return self._saver
+
+    def _retain(self, comm: Comm, step: int) -> None:
+        # A meeting, so that all ranks see the same steps when the call returns.
+        together(comm, Phase("keeping steps of", self.url, "removing"), bytes, lambda _: self._remove_old(step))
+
+    def _remove_old(self, step: int) -> bytes:
         try:
             removed = self._shelf.retain(self._rule, step)
         except CheckpointDamaged:
@@ -200,6 +265,7 @@ class Checkpointer:
             raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
         options = {"planner": self._planners["load"], **self._given(_LOAD), **options}
         step = None if step is None else checked_step(step)
+        self._finish()
         comm = self._ranks()
         if verify_first is None:
             verify_first = bool(options.get("allow_missing"))
@@ -281,6 +347,7 @@ class Checkpointer:
         or CheckpointDamaged if its manifest cannot be read; delete such a folder by hand.
         """
         self._check_open()
+        self._finish()
         place = self._shelf.place(step)
 
         def remove(_: list[bytes]) -> bytes:
@@ -291,13 +358,21 @@ class Checkpointer:
         together(self._ranks(), Phase("removing", place.url, "removing"), bytes, remove)
 
     def wait(self) -> None:
-        """Return once nothing is under way: at once, since `save` returns when its step is committed."""
+        """Return once no save is under way. Raises what the last one in the background met, if nobody has asked."""
         self._check_open()
+        if self._saver is not None:
+            self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and let go of what is kept between saves. Later calls raise InvalidRequest. May be called twice."""
+        """Wait, and let go of what is kept between saves. Later calls raise InvalidRequest. May be called twice.
+
+        Raises what the last save in the background met, if nobody has asked.
+        """
         self._closed = True
         self._plans = Plans()
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
 
     def __enter__(self) -> Self:
         return self
@@ -305,7 +380,16 @@ class Checkpointer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is None or self._saver is None:
+            self.close()
+            return
+        self._saver.__exit__(kind, error, trace)  # does not hide the error that is on its way
         self.close()
+
+    def _finish(self) -> None:
+        """Let a save that is under way end. How it ended is raised elsewhere."""
+        if self._saver is not None:
+            self._saver.join()
 
     def _given(self, names: frozenset[str]) -> dict[str, Any]:
         return {name: value for name, value in self._options.items() if name in names}
@@ -340,13 +424,6 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
         if not isinstance(name, str):
             raise InvalidRequest(f"the name of a metric is a string, not {name!r}")
     return {**metadata, METRICS: plain}
-
-
-def _raising(error: Exception) -> Callable[[], bytes]:
-    def fail() -> NoReturn:
-        raise error
-
-    return fail
 
 
 def _allows_another(error: CheckpointError) -> bool:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -421,3 +421,13 @@ def save_state(
     `describing` says what this rank holds, where that is not what `state` shows.
     """
     return _Save(state, store, comm, options, describing).run()
+
+
+def refuse(store: Store, comm: Comm, error: BaseException) -> NoReturn:
+    """Take part in a save, in order to fail: the other ranks make one, and this rank has met an error. Raises it, on all."""
+
+    def fail() -> Described:
+        raise error
+
+    save_state(None, store, comm, make_options(), fail)
+    raise error

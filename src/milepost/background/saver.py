@@ -75,7 +75,7 @@ class BackgroundSaver:
         store = _pickled(work.store) if self._background == "process" else b""
         earlier = self._make_room(work.store.url)
         if earlier is not None:
-            self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, earlier))
+            self._fail(work, store, earlier)
             raise earlier
         staging: Staging | None = None
         trouble: BaseException | None = None
@@ -93,12 +93,16 @@ class BackgroundSaver:
             staging.at_return.wait()
         return pending
 
-    def _fail(self, url: str, save: Callable[[PendingSave], Receipt]) -> None:
-        """Take part in a save, in order to fail: the other ranks may not know yet that an earlier one did."""
+    def refuse(self, work: Work, error: BaseException) -> None:
+        """Take part in the save that the other ranks begin, in order to fail it with this error. Does not raise it."""
+        store = _pickled(work.store) if self._background == "process" else b""
+        self._fail(work, store, self._make_room(work.store.url) or error)
+
+    def _fail(self, work: Work, store: bytes, error: BaseException) -> None:
         if self._front.size > 1:
-            pending = PendingSave(url, _set())
+            pending = PendingSave(work.store.url, _set())
             pending.mark_told()
-            self._run(pending, lambda: save(pending), None)
+            self._run(pending, lambda: self._save(pending, work, store, None, error), None)
 
     def save_copied(
         self, url: str, copy: Callable[[], T], write: Callable[[Callable[[], T], Comm], Receipt]
@@ -106,7 +110,10 @@ class BackgroundSaver:
         """Begin a save of what planners and storage of other kinds need: `copy` is called now, `write` in a thread."""
         earlier = self._make_room(url)
         if earlier is not None:
-            self._fail(url, lambda _: write(_raising(earlier), self._comm))
+            if self._front.size > 1:
+                failing = PendingSave(url, _set())
+                failing.mark_told()
+                self._run(failing, lambda: write(_raising(earlier), self._comm), None)
             raise earlier
         try:
             copied = _giving(copy())
@@ -219,16 +226,7 @@ class BackgroundSaver:
             if answer == _BUSY:
                 earlier = last.url if last is not None else "another place"
                 raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
-        return self._settle_last()
-
-    def _settle_last(self) -> BaseException | None:
-        """Wait for the last save. Gives what it met, if nobody has asked for that; now somebody has."""
-        if self._current is None:
-            return None
-        self._current.join()
-        error = self._current.untold_error
-        self._current.mark_told()
-        return error
+        return self.take_error()
 
     def check_open(self) -> None:
         """Raises InvalidRequest after `close`."""
@@ -238,15 +236,29 @@ class BackgroundSaver:
     def wait(self) -> None:
         """Return when no save is under way. Raises what the last one met, if nobody has asked."""
         self.check_open()
-        error = self._settle_last()
+        error = self.take_error()
         if error is not None:
             raise error
+
+    def take_error(self) -> BaseException | None:
+        """Wait until no save is under way. Gives what the last one met, if nobody has asked: now somebody has."""
+        if self._current is None:
+            return None
+        self._current.join()
+        error = self._current.untold_error
+        self._current.mark_told()
+        return error
+
+    def join(self) -> None:
+        """Return when no save is under way."""
+        if self._current is not None:
+            self._current.join()
 
     def close(self) -> None:
         """Wait, let go of memory and process, and raise what the last save met, if nobody has asked. May be called twice."""
         if self._closed:
             return
-        error = self._settle_last()
+        error = self.take_error()
         self._closed = True
         for handle in self._hooks.values():
             handle.remove()
