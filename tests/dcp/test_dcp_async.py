@@ -194,3 +194,37 @@ def test_memory_of_a_stager_is_not_used_again_while_a_save_reads_it(tmp_path):
     for n, future in enumerate(futures):
         future.result(timeout=20)
         assert milepost.open(tmp_path / str(n))["a"].read().tolist() == [float(n)] * 3
+
+
+def in_a_process(dcp, rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    state = {"w": distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]), "plain": torch.ones(3), "n": 1}
+    kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
+    futures = []
+    for n in (1, 2, 3):
+        state["n"] = n
+        futures.append(dcp.async_save(state, checkpoint_id=folder / str(n), async_checkpointer_type=kind))
+        state["plain"].add_(1)
+    found = []
+    for n in (1, 2, 3):
+        assert sorted(futures[n - 1].result(timeout=60).state_dict_metadata) == ["n", "plain", "w"]
+        target = target_of(mesh)
+        dcp.load(target, checkpoint_id=folder / str(n))
+        found.append(shown(target)[1:])
+    return found
+
+
+def test_a_process_saves_the_copy(tmp_path):
+    expected = [([float(n)] * 3, n) for n in (1, 2, 3)]
+    assert spawn(2, run_ours, in_a_process, tmp_path) == [expected] * 2
+
+
+def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path):
+    (tmp_path / "file").write_text("")
+    lost = milepost.dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file")
+    with pytest.raises(milepost.dcp.api.CheckpointException, match="file"):
+        milepost.dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "fine")
+    assert lost.exception() is not None
+    asked = milepost.dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "file")
+    assert asked.exception(timeout=20) is not None
+    milepost.dcp.async_save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "fine").result(timeout=20)

@@ -1,6 +1,7 @@
 """The trainer's side of its writing process."""
 
 import contextlib
+import logging
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from milepost.errors import WriterDied
 from milepost.saving import Receipt
 from milepost.transfer import Watcher
 
+_log = logging.getLogger("milepost")
 _LOOK_S = 0.1
 _START_S = 120.0
 _STOP_S = 15.0
@@ -84,7 +86,11 @@ class Link:
                 self._send(Cancel(number))
             message = self._receive(None)
             if isinstance(message, Told) and watcher is not None:
-                watcher(message.progress)
+                try:
+                    watcher(message.progress)
+                except Exception:  # noqa: BLE001  # as in a Meter: a picture of the work must not stop the work
+                    _log.warning("the progress callback failed and is not called again", exc_info=True)
+                    watcher = None
             elif isinstance(message, Ended) and message.number == number:
                 for text in message.warnings:
                     warnings.warn(text, RuntimeWarning, stacklevel=2)

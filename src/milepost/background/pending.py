@@ -105,6 +105,11 @@ class PendingSave:
         self._told = True
 
     @property
+    def error(self) -> BaseException | None:
+        """What went wrong, if it did; looking here does not count as asking."""
+        return self._error
+
+    @property
     def receipt(self) -> Receipt | None:
         """What was committed, if it was."""
         return self._receipt

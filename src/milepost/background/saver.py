@@ -192,6 +192,8 @@ class BackgroundSaver:
             _check(options)
         except Exception as error:  # noqa: BLE001  # raised on every rank
             return self._by_thread(self._started().comm, work.store, None, error, options)
+        if not staging.fits:  # there was less memory than it seemed
+            return self._by_thread(self._started().comm, work.store, staging, None, options)
         if not was_up:
             staging.settle()
         writers = self._started()

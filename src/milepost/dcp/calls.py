@@ -51,7 +51,7 @@ def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -
                     f"{found}\nThe lowest rank's was saved; milepost.save with PerRank keeps all.", stacklevel=3
                 )
             return metadata
-        return SavedMetadata(partial(_look_up, writer.store, receipt.generation))
+        return SavedMetadata(partial(metadata_at, writer.store, receipt.generation))
 
 
 def _save_of_the_lowest(state: MakeState, writer: StorageWriter, planner: DefaultSavePlanner, comm: Comm) -> Metadata:
@@ -70,7 +70,8 @@ def _save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner,
     return metadata if made is None else made
 
 
-def _look_up(store: Store, generation: int) -> Metadata:
+def metadata_at(store: Store, generation: int) -> Metadata:
+    """The metadata of a committed generation."""
     data = read_manifest(store, generation)
     if data is None:
         raise CheckpointNotFound(f"the checkpoint that was saved to {store.url} is not there any more")

@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from torch.distributed.checkpoint.staging import AsyncStager, DefaultStager, StagingOptions
+from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from milepost.by_plans import opened
@@ -15,6 +15,7 @@ from milepost.comm import Comm
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.calls import comm_of, save_with
+from milepost.dcp.savers import save_in_background
 from milepost.dcp.turns import earlier, enter, wait_for_turn
 from milepost.planning import Metadata, SavePlanner, StorageWriter
 
@@ -91,19 +92,22 @@ def async_save(
     no_dist: bool = False,
     use_collectives: bool = True,
 ) -> "Future[Metadata] | AsyncSaveResponse":
-    """Copy the state, and save the copy in a thread. Gives a future of what `save` gives, or raises.
+    """Copy the state, and save the copy in a thread or a process. Gives a future of what `save` gives, or raises.
 
     With a stager that copies in the background: both futures, `staging_completion` and `upload_completion`. Ranks meet
     through the job's key-value store and not the process group, so training may use that meanwhile, and no CPU backend is
-    needed. `async_checkpointer_type` changes nothing: it is always a thread. Saves that share a planner, a writer or a
-    stager are done one after the other.
+    needed. A save waits for the one before. What went wrong in that, if nobody asked its future, is raised here.
+    Planners, storage and stagers of your own work in a thread.
     """
-    del use_collectives, async_checkpointer_type
+    del use_collectives
+    if async_stager is None and not isinstance(storage_writer, AsyncStager):
+        return save_in_background(
+            state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
+        )
     comm = comm_of(process_group, no_dist).aside()
-    own = async_stager is None and not isinstance(storage_writer, AsyncStager)
-    stager: Any = DefaultStager(StagingOptions(False, False, False, False)) if own else async_stager or storage_writer
+    stager: Any = async_stager if async_stager is not None else storage_writer
     shared = (storage_writer, planner, async_stager)
-    if not own and getattr(stager, "cache_staged_state_dict", True):
+    if getattr(stager, "cache_staged_state_dict", True):
         wait_for_turn(*shared)  # it may copy into the memory that an earlier save still writes from
     staged: Any = Future()
     try:
@@ -114,8 +118,6 @@ def async_save(
         _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
         raise
     uploaded = _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
-    if own:
-        uploaded.add_done_callback(lambda _: stager.close())
     if isinstance(staged, Future):
         ready: Future[None] = Future()
         staged.add_done_callback(partial(_pass_on, ready))

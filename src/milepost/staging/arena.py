@@ -45,8 +45,7 @@ class Arena:
     @property
     def data(self) -> torch.Tensor:
         """All of it, as bytes."""
-        assert self._data is not None
-        return self._data
+        return self._data if self._data is not None else torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size_bytes: int, pinned: bool) -> None:
         """Have at least so much, and pinned if asked for. `version` grows when that is other memory than before.

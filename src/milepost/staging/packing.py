@@ -77,7 +77,7 @@ def pack(described: Described, limit_bytes: int) -> Packed:
 
 def _identity(data: torch.Tensor) -> Any:
     """Equal for tensors that are the same elements of the same memory: tied weights are copied once."""
-    lazily = data.is_conj() or data.is_neg()
+    lazily = data.is_conj(), data.is_neg()
     return data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), str(data.device), lazily
 
 
