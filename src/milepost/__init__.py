@@ -80,6 +80,7 @@ if TYPE_CHECKING:
         WriteItemType,
         WriteResult,
     )
+    from milepost.preemption import PreemptionGuard
     from milepost.saving import Receipt
     from milepost.state import PerRank, Stateful
     from milepost.tensors import Sharded
@@ -115,6 +116,7 @@ __all__ = [
     "PendingSave",
     "PerRank",
     "Plans",
+    "PreemptionGuard",
     "Progress",
     "ProgressBar",
     "RanksDisagree",
@@ -168,6 +170,7 @@ _WHEN_USED = {
     "close_async": "milepost.async_saving",
     "prewarm": "milepost.async_saving",
     "PendingSave": "milepost.background",
+    "PreemptionGuard": "milepost.preemption",
     "convert": "milepost.converting",
     "export_safetensors": "milepost.exporting",
     "register_extension": "milepost.extension",

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -23,7 +24,16 @@ _log = logging.getLogger("milepost")
 _LOOK_S = 0.1
 _START_S = 120.0
 _STOP_S = 15.0
-_PROGRAM = "import sys; from milepost.background.worker import main; main(int(sys.argv[1]), int(sys.argv[2]))"
+# What ends a job (a launcher's SIGTERM, Ctrl-C, a batch system's warning to all of its processes) means the trainer. The
+# process ends with that, after its work. Before all else: to import torch takes seconds.
+_IGNORED = [int(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+_PROGRAM = f"""
+import signal, sys
+for one in {_IGNORED}:
+    signal.signal(one, signal.SIG_IGN)
+from milepost.background.worker import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
 
 
 class Link:
@@ -39,7 +49,8 @@ class Link:
         }
         with there:
             self._process = subprocess.Popen(  # noqa: S603  # ourselves
-                [sys.executable, "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
+                # -P: modules come from where the trainer has them, not from the folder that it happens to be in.
+                [sys.executable, "-P", "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,

@@ -9,6 +9,9 @@ from milepost.errors import CheckpointError
 from milepost.saving import Receipt, SaveOptions
 from milepost.transfer import Progress
 
+LEFT = "milepost/left"
+"""Where the processes count, in the store at which they meet, how many of them are done with it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Ranks:

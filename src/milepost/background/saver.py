@@ -11,6 +11,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
+from milepost.background.link import Link
 from milepost.background.pending import PendingSave
 from milepost.background.writers import Writers, is_broken
 from milepost.comm import Comm, Phase, together, told
@@ -50,6 +51,8 @@ class BackgroundSaver:
         self._front, self._timeout_s, self._background, self._when_busy = comm, timeout_s, background, when_busy
         self._comm, self._asking = comm.aside(), comm.aside()
         self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
+        # It takes some seconds to start: so it begins now.
+        self._link = Link() if background == "process" else None
         self._writers: Writers | None = None
         self._current: PendingSave | None = None
         self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
@@ -182,7 +185,7 @@ class BackgroundSaver:
         trouble: BaseException | None,
         options: SaveOptions,
     ) -> Receipt:
-        if staging is None or not staging.fits:
+        if staging is None or not staging.fits():
             # The process could not see what is not copied: so this thread does it, and meets the others where they are.
             writers = self._started()
             return self._by_thread(writers.comm, work.store, staging, trouble, options)
@@ -192,7 +195,7 @@ class BackgroundSaver:
             _check(options)
         except Exception as error:  # noqa: BLE001  # raised on every rank
             return self._by_thread(self._started().comm, work.store, None, error, options)
-        if not staging.fits:  # there was less memory than it seemed
+        if not staging.fits():  # there was less memory than it seemed
             return self._by_thread(self._started().comm, work.store, staging, None, options)
         if not was_up:
             staging.settle()
@@ -205,18 +208,21 @@ class BackgroundSaver:
     def _share(self, writers: Writers) -> None:
         arena = self._stager.arena
         if writers.shared_version != arena.version:
-            writers.link.share(arena.handle, arena.capacity)
-            writers.shared_version = arena.version
+            writers.share(arena.handle, arena.capacity, arena.version)
 
     def _started(self) -> Writers:
         if self._writers is None:
-            self._writers = Writers(self._comm, self._front.group, self._timeout_s)
+            link, self._link = self._link or Link(), None
+            self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
         return self._writers
 
     def _stop_writers(self) -> None:
         writers, self._writers = self._writers, None
+        link, self._link = self._link, None
         if writers is not None:
             writers.close()
+        if link is not None:
+            link.close()
 
     def _make_room(self, url: str) -> BaseException | None:
         """Wait until no save is under way, or refuse, on all ranks alike. Gives what the last one met, if nobody asked."""

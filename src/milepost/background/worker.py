@@ -11,7 +11,7 @@ import mmap
 import os
 import pickle
 import queue
-import signal
+import socket
 import sys
 import threading
 import time
@@ -19,15 +19,15 @@ import warnings
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 
-from milepost.background.messages import Cancel, Ended, Meeting, Memory, Order, Ranks, Told, pack_error
+from milepost.background.messages import LEFT, Cancel, Ended, Meeting, Memory, Order, Ranks, Told, pack_error
 from milepost.comm import BoardComm, Comm, Solo, depart
 from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
-from milepost.errors import WriterDied
+from milepost.errors import InvalidRequest, RanksMissing, WriterDied
 from milepost.saving import Receipt, save_state
 from milepost.staging.packing import in_place_of
 from milepost.store import Store
@@ -52,7 +52,6 @@ class Worker:
         self._comm: Comm = Solo()
         self._server: Any = None
         self._store: Any = None
-        self._handle = -1
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._plans = Plans()
 
@@ -65,34 +64,42 @@ class Worker:
                 closed = True
             elif isinstance(message, Ranks):
                 self._meet(message)
-            elif isinstance(message, Memory):
-                self._map(message.size_bytes)
-            else:
+            elif isinstance(message, Order):
                 self._save(message)
+            else:
+                self._map(*message)
         self._leave(closed)
 
     def _listen(self) -> None:
         """Take messages as they come: a cancellation must be heard in the middle of a save."""
-        watched: list[Any] = [self._connection]
-        with contextlib.suppress(OSError, AttributeError):
-            watched.append(os.pidfd_open(self._trainer))
+        threading.Thread(target=self._watch, daemon=True).start()
         try:
             while True:
-                ready = wait(watched, _LOOK_S)
-                if self._connection in ready:
-                    self._take(self._connection.recv())
-                elif ready or os.getppid() != self._trainer:
-                    break  # it died, and others (its data loaders) may still hold the connection open
+                self._take(self._connection.recv())
         except (EOFError, OSError):
             pass
-        self._orders.put(None)
+        finally:
+            self._orders.put(None)
+
+    def _watch(self) -> None:
+        """Hang up when the trainer is dead: others (its data loaders) may hold the connection open, and nobody reads there.
+
+        What the trainer sent before is still received, and nothing waits any more for what it did not send.
+        """
+        watched: list[Any] = []
+        with contextlib.suppress(OSError, AttributeError):
+            watched.append(os.pidfd_open(self._trainer))
+        while os.getppid() == self._trainer and not wait(watched, _LOOK_S):
+            pass
+        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self._connection.fileno())) as end:
+            end.shutdown(socket.SHUT_RDWR)
 
     def _take(self, message: Any) -> None:
         if isinstance(message, Cancel):
             self._event(message.number).set()
             return
         if isinstance(message, Memory):
-            self._handle = recv_handle(self._connection)
+            message = recv_handle(self._connection), message.size_bytes
         self._orders.put(message)
 
     def _event(self, number: int) -> threading.Event:
@@ -121,9 +128,9 @@ class Worker:
         except Exception as error:  # noqa: BLE001  # told to the trainer
             self._tell(Ended(-1, None, pack_error(error), ()))
 
-    def _map(self, size_bytes: int) -> None:
-        self._memory = torch.frombuffer(mmap.mmap(self._handle, size_bytes), dtype=torch.uint8)
-        os.close(self._handle)
+    def _map(self, handle: int, size_bytes: int) -> None:
+        self._memory = torch.frombuffer(mmap.mmap(handle, size_bytes), dtype=torch.uint8)
+        os.close(handle)
 
     def _save(self, order: Order) -> None:
         receipt: Receipt | None = None
@@ -147,15 +154,22 @@ class Worker:
             data: torch.Tensor = slot.within(self._memory)
             return data
 
-        described = in_place_of(order.described, in_memory)
         options = replace(
             order.options,
             plans=self._plans,
             progress=tell if order.tells else None,
             cancelled=self._event(order.number),
         )
-        store: Store = pickle.loads(order.store)  # noqa: S301  # from the trainer
-        return save_state(None, store, self._comm, options, lambda: described)
+        store = _store_of(order)
+        try:
+            return save_state(None, store, self._comm, options, lambda: in_place_of(order.described, in_memory))
+        except RanksMissing as error:
+            if error.__cause__ is None:
+                raise  # some did not come in time
+            raise WriterDied(
+                f"the writing process of rank {self._comm.lead}, where those of all ranks meet, cannot be reached "
+                f"({error.__cause__}). The next save starts others."
+            ) from error
 
     def _leave(self, closed: bool) -> None:
         """End. The others hear of it if they go on; the lead, where they meet, waits a little for them to hear the last word."""
@@ -164,11 +178,35 @@ class Worker:
         with contextlib.suppress(Exception):
             if not closed:
                 depart(self._comm, WriterDied("the trainer of this rank ended before it had handed this save over"))
-            left = self._store.add("milepost/left", 1)
+            left = self._store.add(LEFT, 1)
             deadline = time.monotonic() + _FAREWELL_S
             while self._server is not None and left < self._comm.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-                left = self._store.add("milepost/left", 0)
+                left = self._store.add(LEFT, 0)
+
+
+def _store_of(order: Order) -> Store:
+    """The store of an order; where there is none like it in this process, one that says so: the other ranks must hear it."""
+    try:
+        store: Store = pickle.loads(order.store)  # noqa: S301  # from the trainer
+        return store
+    except Exception as error:  # noqa: BLE001  # raised when it is used
+        why = (
+            f"the writing process cannot save to {order.url}: it cannot make the store there "
+            f"({type(error).__name__}: {error}). Define its class in a module that can be imported, or use "
+            'background="thread".'
+        )
+        return cast("Store", _Unknown(order.url, why))
+
+
+class _Unknown:
+    """A store that this process does not know."""
+
+    def __init__(self, url: str, why: str) -> None:
+        self.url, self._why = url, why
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise InvalidRequest(self._why)
 
 
 def _step_back() -> None:
@@ -182,13 +220,11 @@ def _step_back() -> None:
 
 def main(handle: int, trainer: int) -> None:
     """Be the writing process of this trainer."""
-    # A launcher that ends the job, or Ctrl-C, means the trainer; this process ends with it, after its work.
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     logging.raiseExceptions = False  # nobody may be left to read what is logged
     _step_back()
     torch.set_num_threads(1)
     Worker(Connection(handle), trainer).run()
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):
+        sys.stderr.flush()
     # The store's threads have nothing more to say, and may wait for peers that are gone.
     os._exit(0)

@@ -1,12 +1,14 @@
 """The writing processes of all ranks, as one of these sees them."""
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
 import msgspec
 
 from milepost.background.link import Link
-from milepost.background.messages import Order, Ranks
+from milepost.background.messages import LEFT, Order, Ranks
 from milepost.background.pending import PendingSave
 from milepost.comm import BoardComm, Comm, Phase, depart, together
 from milepost.comm.distributed import TorchBoard, address_for, key_value_store
@@ -26,10 +28,11 @@ class Writers:
     `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
     """
 
-    def __init__(self, comm: Comm, group: Any, timeout_s: float) -> None:
+    def __init__(self, link: Link, comm: Comm, group: Any, timeout_s: float) -> None:
         self.comm: Comm = comm
+        self.link = link
         self.shared_version = 0
-        self._link: Link | None = None
+        self._store: Any = None
         try:
             self._bring_up(comm, group, timeout_s)
         except BaseException:
@@ -38,21 +41,20 @@ class Writers:
 
     def _bring_up(self, comm: Comm, group: Any, timeout_s: float) -> None:
         if comm.size == 1:
-            self._link = Link()
-            self._link.meet(Ranks(0, 1, 0, timeout_s, None))
+            self.link.meet(Ranks(0, 1, 0, timeout_s, None))
             return
         phase = Phase("saving in", "the background", "starting the writing processes")
         packed = together(comm, phase, lambda: self._start(comm, group, timeout_s), lambda notes: notes[comm.lead])
         address = _ADDRESSES.decode(packed)
         together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address, timeout_s))
-        board = TorchBoard(key_value_store(address), comm.size)
+        self._store = key_value_store(address)
+        board = TorchBoard(self._store, comm.size)
         self.comm = BoardComm(board, comm.rank, comm.size, timeout_s, comm.index_of, comm.lead)
 
     def _start(self, comm: Comm, group: Any, timeout_s: float) -> bytes:
-        self._link = Link()
         if comm.rank != comm.lead:
             return b""
-        port = self._link.meet(Ranks(comm.rank, comm.size, comm.lead, timeout_s, None))
+        port = self.link.meet(Ranks(comm.rank, comm.size, comm.lead, timeout_s, None))
         return msgspec.msgpack.encode((address_for(group), port))
 
     def _connect(self, comm: Comm, address: tuple[str, int], timeout_s: float) -> bytes:
@@ -60,32 +62,42 @@ class Writers:
             self.link.meet(Ranks(comm.rank, comm.size, comm.lead, timeout_s, address))
         return b""
 
-    @property
-    def link(self) -> Link:
-        """The connection to this rank's process."""
-        assert self._link is not None
-        return self._link
+    def share(self, handle: int, size_bytes: int, version: int) -> None:
+        """Let the process map this memory, in place of what it had. If the process is dead, the others hear of it."""
+        with self._in_touch():
+            self.link.share(handle, size_bytes)
+        self.shared_version = version
 
     def hand_over(self, url: str, store: bytes, described: Described, options: SaveOptions) -> int:
-        """Give a save to the process, which will do it whatever happens to this one. Gives its number."""
+        """Give a save to the process, which will do it whatever happens to this one. Gives its number.
+
+        If the process is dead, the others hear of it.
+        """
         number = self.link.next_number()
         plain = replace(options, metadata={}, codec=Codec(), plans=Plans(), progress=None, cancelled=None)
-        self.link.hand_over(Order(number, url, store, described, plain, options.progress is not None))
+        with self._in_touch():
+            self.link.hand_over(Order(number, url, store, described, plain, options.progress is not None))
         return number
 
     def outcome(self, number: int, options: SaveOptions, pending: PendingSave) -> Receipt:
         """Wait for the end of a save. If the process dies, the others hear of it."""
-        try:
+        with self._in_touch():
             return self.link.outcome(number, options.progress, pending.cancelled)
+
+    @contextlib.contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        try:
+            yield
         except WriterDied as error:
-            if isinstance(self.comm, BoardComm):
-                depart(self.comm, error)
+            if isinstance(self.comm, BoardComm) and not error.failures:  # with these, it is another rank's
+                with contextlib.suppress(Exception):  # the place where they meet may have been in that process
+                    depart(self.comm, error)
+                    self._store.add(LEFT, 1)
             raise
 
     def close(self) -> None:
         """Let the process end, and wait for that."""
-        if self._link is not None:
-            self._link.close()
+        self.link.close()
 
 
 def is_broken(error: BaseException) -> bool:

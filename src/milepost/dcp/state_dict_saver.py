@@ -105,7 +105,9 @@ def async_save(
             state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
         )
     comm = comm_of(process_group, no_dist).aside()
-    stager: Any = async_stager if async_stager is not None else storage_writer
+    stager: Any = async_stager
+    if stager is None:
+        stager = storage_writer
     shared = (storage_writer, planner, async_stager)
     if getattr(stager, "cache_staged_state_dict", True):
         wait_for_turn(*shared)  # it may copy into the memory that an earlier save still writes from

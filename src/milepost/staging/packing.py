@@ -44,8 +44,8 @@ class Packed(NamedTuple):
     size_bytes: int
 
 
-def pack(described: Described, limit_bytes: int) -> Packed:
-    """Give slots to all that a rank holds, as far as they fit into `limit_bytes`."""
+def pack(described: Described, limit_bytes: int, begin: int = 0) -> Packed:
+    """Give slots from `begin` on to all that a rank holds, as far as they fit into `limit_bytes`."""
     held: list[tuple[torch.Tensor, str, Shape]] = [
         (part.data, local.dtype, part.box.shape) for local in described.tensors.values() for part in local.parts
     ]
@@ -56,7 +56,7 @@ def pack(described: Described, limit_bytes: int) -> Packed:
     slots: dict[int, Slot] = {}
     sources: list[tuple[torch.Tensor, Slot]] = []
     left_out: list[torch.Tensor] = []
-    end = 0
+    end = begin
     for data, dtype, shape in held:
         size = size_bytes(dtype, shape)
         identity = _identity(data)
