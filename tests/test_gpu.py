@@ -17,7 +17,7 @@ pytestmark = [
 
 
 def bits(tensor):
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8).cpu()
+    return tensor.detach().resolve_conj().contiguous().reshape(-1).view(torch.uint8).cpu()
 
 
 def test_every_dtype_goes_from_device_memory_to_device_memory(tmp_path):
@@ -63,3 +63,94 @@ def test_a_job_with_only_nccl_saves_and_loads_a_sharded_model(tmp_path):
         fresh.step()
     finally:
         dist.destroy_process_group()
+
+
+def gpu_state():
+    base = torch.arange(4096.0, device="cuda")
+    return {
+        "many": [torch.full((257,), float(i), device="cuda") for i in range(1000)],
+        "large": torch.rand(32 << 20, device="cuda"),
+        "strided": torch.rand(512, 768, device="cuda").t(),
+        "conj": torch.rand(64, dtype=torch.complex64, device="cuda").conj(),
+        "views": [base[:1000], base[500:], base],
+        "half": torch.rand(1001, device="cuda").to(torch.bfloat16),
+        "eight": torch.rand(333, device="cuda").to(torch.float8_e4m3fn),
+        "here": torch.rand(1000),
+        "step": [1, {"a": 2}],
+    }
+
+
+def tensors_of(value):
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_of(item)
+    elif isinstance(value, list):
+        for item in value:
+            yield from tensors_of(item)
+
+
+def spoil(state):
+    """Change everything, right away, by work that the GPU has yet to do."""
+    for tensor in tensors_of(state):
+        tensor.view(torch.uint8).fill_(7) if tensor.element_size() == 1 else tensor.mul_(3).add_(1)
+    state["step"][1]["a"] = 99
+
+
+@pytest.mark.parametrize("background", ["thread", "process"])
+@pytest.mark.parametrize("stage", ["auto", "host", "device", "overlap"])
+def test_an_async_save_from_a_gpu_is_the_state_at_the_call(tmp_path, stage, background):
+    with milepost.AsyncSaver(stage=stage, background=background) as saver:
+        for turn in range(3):
+            state = gpu_state()
+            # Work that is queued when the call is made, and must be done before the copy.
+            for _ in range(20):
+                state["large"].mul_(1.0001)
+            pending = saver.save(state, tmp_path / str(turn))
+            expected = None
+            if stage == "overlap":
+                expected = [bits(tensor) for tensor in tensors_of(state)]
+                pending.wait_staged(60)
+            else:
+                kept = [tensor.clone() for tensor in tensors_of(state)]
+            spoil(state)
+            pending.result(120)
+            expected = expected or [bits(tensor) for tensor in kept]
+            found = milepost.open(tmp_path / str(turn)).state()
+            assert all(torch.equal(bits(a), b) for a, b in zip(tensors_of(found), expected, strict=True))
+            assert found["step"] == [1, {"a": 2}]
+
+
+def test_without_room_on_the_gpu_it_is_copied_to_the_host(tmp_path, monkeypatch):
+    state = {"w": torch.rand(1 << 20, device="cuda")}
+    with milepost.AsyncSaver() as saver:
+        monkeypatch.setattr("milepost.staging.staging.room_on", lambda device: 0)
+        pending = saver.save(state, tmp_path / "1")
+        assert pending.staged()
+        monkeypatch.undo()
+
+        def full(tensors):
+            raise torch.OutOfMemoryError("full")
+
+        monkeypatch.setattr("milepost.staging.staging.clone_on_devices", full)
+        pending.result(60)
+        expected = state["w"].clone()
+        pending = saver.save(state, tmp_path / "2")
+        state["w"].zero_()
+        pending.result(60)
+    assert torch.equal(milepost.open(tmp_path / "2")["w"].read(), expected.cpu())
+
+
+@pytest.mark.parametrize("stage", ["host", "device"])
+def test_a_budget_bounds_the_copy_of_a_gpu_state(tmp_path, stage):
+    state = {f"w{i}": torch.rand(4 << 20, device="cuda") for i in range(8)}
+    expected = {key: value.cpu() for key, value in state.items()}
+    with milepost.AsyncSaver(stage=stage, staging_bytes=40 << 20) as saver:
+        pending = saver.save(state, tmp_path)
+        for value in state.values():
+            value.zero_()
+        pending.result(60)
+        assert saver._saver._stager.arena.capacity <= 40 << 20
+    found = milepost.open(tmp_path)
+    assert all(torch.equal(found[key].read(), value) for key, value in expected.items())
