@@ -4,13 +4,15 @@ import inspect
 import logging
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
+import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.utils._pytree import tree_map_only
 
 from milepost.api import TIMEOUT_S
-from milepost.background import Background, BackgroundSaver, PendingSave, WhenBusy, Work
+from milepost.background import Background, BackgroundSaver, PendingSave, WhenBusy, Work, finish
 from milepost.by_plans import is_plain, noted, opened, options_with, save_by_plans
 from milepost.comm import Comm
 from milepost.comm.distributed import ranks_of
@@ -22,9 +24,6 @@ from milepost.planning import DefaultSavePlanner, SavePlanner, StorageWriter
 from milepost.saving import Receipt, SaveOptions, make_options
 from milepost.staging import Way
 from milepost.store import Where, store_at
-
-if TYPE_CHECKING:
-    import torch
 
 _log = logging.getLogger("milepost")
 OPTIONS = frozenset(inspect.signature(make_options).parameters)
@@ -94,7 +93,6 @@ class AsyncSaver:
         made = make_options(**options)
         way: Way = self._stage if stage is None else _one_of("stage", stage, _WAYS)
         optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        then = then or _nothing
         if planner is not None or storage_writer is not None:
             return self._save_with(state, where, planner, storage_writer, made, way, optimizers, then)
         if where is None:
@@ -110,7 +108,7 @@ class AsyncSaver:
         options: SaveOptions,
         way: Way,
         optimizers: "Sequence[torch.optim.Optimizer]",
-        then: Callable[[Comm], None],
+        then: Callable[[Comm], None] | None,
     ) -> PendingSave:
         from milepost.torch_border import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
 
@@ -137,7 +135,7 @@ class AsyncSaver:
         def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
             writer.reset(where)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
             receipt = save_by_plans(copied(), writer, own, comm, options)
-            then(comm)
+            finish(comm, receipt.url, then)
             return receipt
 
         place = str(where) if where is not None else place_of(writer)
@@ -200,14 +198,16 @@ def copied_state(state: Any) -> dict[str, Any]:
     """A copy of a state dict in new host memory, for planners and storage that need one."""
     stager = DefaultStager(StagingOptions(False, False, False, False))
     try:
-        copied: Any = stager.stage(opened(state))
+        # Torch's stager copies the memory behind a conjugate, and forgets that it is one.
+        plain = tree_map_only(torch.Tensor, _worked_out, opened(state))
+        copied: Any = stager.stage(plain)
         return dict(copied)
     finally:
         stager.close()
 
 
-def _nothing(_: Comm) -> None:
-    pass
+def _worked_out(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg() if tensor.is_conj() or tensor.is_neg() else tensor
 
 
 def _one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:

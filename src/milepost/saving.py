@@ -243,7 +243,7 @@ class _Save:
                 self._tell_differences(described, check, answer)
                 packed = together(self.comm, self.phase("committing"), bytes, commit)
                 answer = _ANSWERS.decode(packed)
-        except CheckpointError as error:
+        except Exception as error:
             if self._failed_for_sure(error, goal):
                 self._discard(goal)
             raise
@@ -346,13 +346,16 @@ class _Save:
             )
         self.warnings.extend(texts)
 
-    def _failed_for_sure(self, error: CheckpointError, goal: _Goal) -> bool:
+    def _failed_for_sure(self, error: Exception, goal: _Goal) -> bool:
         """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
         if isinstance(error, (SaveConflict, RanksDisagree)):
             return True
-        if self.comm.size > 1 and not error.failures:
+        if self.comm.size > 1 and not getattr(error, "failures", {}):
             return False  # the lead did not answer; it may still commit
-        return goal.generation not in generations(self.store)
+        try:
+            return goal.generation not in generations(self.store)
+        except (OSError, CheckpointError):
+            return False
 
     def _discard(self, goal: _Goal) -> None:
         try:

@@ -1,10 +1,13 @@
 """A save that goes on in the background, as its caller sees it."""
 
+import logging
 import threading
 from collections.abc import Callable
 
 from milepost.errors import SaveCancelled
 from milepost.saving import Receipt
+
+_log = logging.getLogger("milepost")
 
 
 class PendingSave:
@@ -98,11 +101,19 @@ class PendingSave:
             self._done.set()
             self._staged.set()
         for call in self._callbacks:
-            call(self)
+            try:
+                call(self)
+            except Exception:  # noqa: BLE001  # the others want to know too
+                _log.warning("what should be called at the end of the save to %s failed", self.url, exc_info=True)
 
     def mark_told(self) -> None:
         """Its error was raised somewhere else."""
         self._told = True
+
+    @property
+    def under_way(self) -> bool:
+        """Whether it has not ended; what only takes part to fail, and told that already, does not count."""
+        return not self.done() and not self._told
 
     @property
     def error(self) -> BaseException | None:

@@ -4,6 +4,7 @@ import atexit
 import logging
 import pickle
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ class Work:
     store: Store
     options: SaveOptions
     describing: Callable[[Comm], Described]
-    then: Callable[[Comm], None] = lambda _: None
+    then: Callable[[Comm], None] | None = None
 
 
 class BackgroundSaver:
@@ -135,6 +136,7 @@ class BackgroundSaver:
                 receipt = work()
             except BaseException as error:  # noqa: BLE001  # it is raised where somebody asks
                 failed = error
+                _forget_frames(error)
             finally:
                 if staging is not None:
                     staging.release()
@@ -142,9 +144,9 @@ class BackgroundSaver:
                     _failed[:] = [*(one for one in _failed if one.untold_error), pending]
                 pending.end(receipt, failed)
 
-        self._current = pending
         # Not a daemon: the interpreter waits for it before it ends.
         threading.Thread(target=run, name="milepost-save").start()
+        self._current = pending  # now that it will end: where no thread can be had, nobody must wait for it
 
     def _save(
         self, pending: PendingSave, work: Work, store: bytes, staging: Staging | None, trouble: BaseException | None
@@ -159,7 +161,7 @@ class BackgroundSaver:
             if is_broken(error):
                 self._stop_writers()
             raise
-        work.then(self._comm)
+        finish(self._comm, work.store.url, work.then)
         return receipt
 
     def _by_thread(
@@ -230,7 +232,7 @@ class BackgroundSaver:
         last = self._current
         if self._when_busy == "refuse":
             phase = Phase("saving to", url, "asking whether a save is under way")
-            answer = told(self._asking, phase, lambda: _BUSY if last is not None and not last.done() else b"")
+            answer = told(self._asking, phase, lambda: _BUSY if last is not None and last.under_way else b"")
             if answer == _BUSY:
                 earlier = last.url if last is not None else "another place"
                 raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
@@ -285,6 +287,28 @@ class BackgroundSaver:
         # What went wrong is told elsewhere: here it only matters that nobody reads the state any more.
         if self._current is not None:
             self._current.join_staging()
+
+
+def finish(comm: Comm, url: str, then: Callable[[Comm], None] | None) -> None:
+    """Do what comes after a commit, on every rank; what goes wrong on one is raised on all."""
+    if then is None:
+        return
+    call = then
+
+    def work() -> bytes:
+        call(comm)
+        return b""
+
+    together(comm, Phase("saving to", url, "finishing"), work)
+
+
+def _forget_frames(error: BaseException | None) -> None:
+    """Let go of what the functions held that an error went through: the whole state is among it, and errors are kept."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:  # an error can be among its own causes
+        seen.add(id(error))
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _set() -> threading.Event:

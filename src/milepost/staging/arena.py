@@ -11,11 +11,10 @@ from pathlib import Path
 
 import torch
 
-from milepost.core.limits import MIB
+from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.transfer import new_pages, run_all
 
 _log = logging.getLogger("milepost")
-_ROUND_BYTES = 2 * MIB  # a huge page
 _POPULATE_AT_ONCE_BYTES = 64 * MIB
 _POPULATE_THREADS = 8
 _MADV_POPULATE_WRITE = 23
@@ -54,7 +53,7 @@ class Arena:
         """
         if size_bytes <= self.capacity and (self._tried_to_pin or not pinned):
             return
-        size_bytes = max(-(-size_bytes // _ROUND_BYTES) * _ROUND_BYTES, self.capacity, _ROUND_BYTES)
+        size_bytes = max(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES, self.capacity, PAGE_BYTES)
         self.free()
         pages = self._new_pages(size_bytes)
         self._data = torch.frombuffer(pages, dtype=torch.uint8)

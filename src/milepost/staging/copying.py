@@ -1,6 +1,7 @@
 """Copying into staging memory: by threads from the CPU, by a stream of its own from a GPU."""
 
 import os
+from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -12,7 +13,10 @@ from milepost.memory import address_of, as_bits, copy_bytes
 from milepost.transfer import run_all
 
 _AT_ONCE_BYTES = 8 * MIB
-_STRIDED_AT_ONCE_BYTES = 64 * MIB
+_PIECE_BYTES = 64 * MIB
+_QUEUED_COPIES = 32
+_QUEUED_BYTES = 256 * MIB
+_SMALL_BYTES = MIB
 _THREADS = 4
 
 
@@ -62,30 +66,63 @@ class Copier:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         moment.before(stream)
+        queue = _Queue(stream)
         with torch.cuda.stream(stream), torch.no_grad():
             for one in copies:
                 for part in _parts(one):
                     part.target.copy_(part.source, non_blocking=True)
+                    queue.count(part.target.nbytes)
+        return queue.mark()
+
+
+class _Queue:
+    """What a stream has yet to do, kept short: a driver whose queue is full makes all threads wait that launch work."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self._stream = stream
+        self._marks: deque[torch.cuda.Event] = deque()
+        self._copies = self._bytes = 0
+
+    def count(self, size_bytes: int) -> None:
+        """One more copy was asked for. Waits if there are many, while other threads run."""
+        self._copies += 1
+        self._bytes += size_bytes
+        if self._copies >= _QUEUED_COPIES or self._bytes >= _QUEUED_BYTES:
+            self._marks.append(self.mark())
+            self._copies = self._bytes = 0
+            if len(self._marks) > 1:
+                self._marks.popleft().synchronize()
+
+    def mark(self) -> torch.cuda.Event:
+        """The moment when all that was asked for is done."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
+        event.record(self._stream)
         return event
 
 
 def _parts(one: Copy) -> Iterator[Copy]:
-    """The copy, or where torch would need memory to bring the elements in order, several that need little."""
-    source, target = _bits(one)
-    if source.is_contiguous() and not source.is_conj() and not source.is_neg():
-        yield Copy(source, target)
-        return
-    for slab in Box.whole(tuple(source.shape)).slabs(max(_STRIDED_AT_ONCE_BYTES // source.element_size(), 1)):
-        yield Copy(source[slab.slices], target[slab.slices])
+    """The copy in pieces: short, so that copies of others get their turn, and need little memory to be brought in order."""
+    source, target = one.source, as_bits(one.target)
+    if source.is_contiguous() and not _is_lazy(source):
+        source = as_bits(source)
+        if source.nbytes <= _PIECE_BYTES:
+            yield Copy(source, target)
+            return
+        source, target = source.view(-1), target.view(-1)
+    for slab in Box.whole(tuple(source.shape)).slabs(max(_PIECE_BYTES // source.element_size(), 1)):
+        yield Copy(_bits(source[slab.slices]), target[slab.slices])
 
 
-def _bits(one: Copy) -> Copy:
-    """The same under a type that every kernel can copy, unless torch has to work the values out."""
-    if one.source.is_conj() or one.source.is_neg():
-        return one
-    return Copy(as_bits(one.source), as_bits(one.target))
+def _is_lazy(source: torch.Tensor) -> bool:
+    return source.is_conj() or source.is_neg()
+
+
+def _bits(source: torch.Tensor) -> torch.Tensor:
+    """The values under a type that every kernel can copy.
+
+    Conjugates are worked out here: in a copy to the CPU torch would do that there, without waiting for the copy.
+    """
+    return as_bits(source.resolve_conj().resolve_neg())
 
 
 def _copy_here(copies: list[Copy]) -> None:
@@ -134,13 +171,18 @@ def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     """
     with torch.no_grad():
         clones = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
-        groups: dict[tuple[torch.device, torch.dtype], list[Copy]] = {}
+        small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for source, clone in zip(sources, clones, strict=True):
-            bits = _bits(Copy(source, clone))
-            groups.setdefault((bits.source.device, bits.source.dtype), []).append(bits)
-        for copies in groups.values():
+            bits = _bits(source)
+            if bits.nbytes >= _SMALL_BYTES:
+                as_bits(clone).copy_(bits, non_blocking=True)
+                continue
+            targets, theirs = small.setdefault((bits.device, bits.dtype), ([], []))
+            targets.append(as_bits(clone))
+            theirs.append(bits)
+        for targets, theirs in small.values():
             # Many at once: thousands of small tensors would take longer to ask for than to copy.
-            torch._foreach_copy_([one.target for one in copies], [one.source for one in copies])
+            torch._foreach_copy_(targets, theirs)
     return clones
 
 

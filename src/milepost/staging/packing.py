@@ -72,13 +72,13 @@ def pack(described: Described, limit_bytes: int, begin: int = 0) -> Packed:
         known[identity] = slots[id(data)] = slot
         sources.append((data, slot))
         end = start + size
-    return Packed(sources, slots, left_out, end)
+    return Packed(sources, slots, left_out, end if sources else 0)
 
 
 def _identity(data: torch.Tensor) -> Any:
     """Equal for tensors that are the same elements of the same memory: tied weights are copied once."""
     lazily = data.is_conj(), data.is_neg()
-    return data.data_ptr(), data.dtype, tuple(data.shape), data.stride(), str(data.device), lazily
+    return data.data_ptr(), data.dtype, data.shape, data.stride(), data.device, lazily
 
 
 def in_place_of(described: Described, change: Callable[[torch.Tensor, str, Shape], Any]) -> Described:

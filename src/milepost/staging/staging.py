@@ -102,7 +102,7 @@ class Staging:
                 self.way = "overlap" if owned else "host"
         self._moment = Moment(on_gpu)
         self._may_wait = self._rule(owned)
-        if all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
+        if way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
             self.at_return.set()
 
     def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
@@ -135,7 +135,7 @@ class Staging:
             copy = Copy(self._clones.get(id(data), data), slot.within(self._stager.arena.data))
             (later if self._may_wait(data) else now).append(copy)
         self._stager.copier.copy(now, self._moment)
-        if self._rest_may_wait():
+        if later and self._rest_may_wait():
             self.at_return.set()
         self._stager.copier.copy(later, self._moment)
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
