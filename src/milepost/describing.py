@@ -21,8 +21,8 @@ from milepost.values import Codec
 from milepost.write import Entry
 
 
-def _nobody_waits() -> None:
-    pass
+def nobody_waits() -> None:
+    """Nothing: nobody waits to change the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Described:
     private: list[Entry]
     metadata: Any
     live: frozenset[str] = frozenset()
-    released: Callable[[], None] = _nobody_waits
+    released: Callable[[], None] = nobody_waits
 
 
 @CollectionPaused()

@@ -24,7 +24,7 @@ from milepost.core.plan import written_by
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import NewEntry
 from milepost.core.table import merge_values
-from milepost.describing import Described, describe
+from milepost.describing import Described, describe, nobody_waits
 from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, SaveConflict, StorageError
 from milepost.pause import CollectionPaused
 from milepost.replicas import ReplicaCheck, compare
@@ -153,7 +153,6 @@ class _Save:
         watcher = options.progress if comm.rank == comm.lead else None
         self.meter = Meter("save", store.url, watcher, options.cancelled)
         self.warnings: list[str] = []
-        self._wrote = False
         self._results: list[_Result] = []
         self._everything: Overview
 
@@ -171,12 +170,13 @@ class _Save:
             plan = self._agree(described, trouble)
         elif plan is not None and plan.id != goal.agreement:
             plan = None
-        answer = self._write(goal, described, plan, trouble)
+        # Written by a plan of before: until all ranks have said that they have the same, it may have to be written again.
+        answer = self._write(goal, described, plan, trouble, final=not goal.agreement)
         if answer.replan:
             self._discard(goal)
-            if described is not None and described.live and self._wrote:
-                trouble = _changed_too_late()
-            answer = self._write(goal, described, self._agree(described, trouble), trouble)
+            answer = self._write(goal, described, self._agree(described, trouble), trouble, final=True)
+        if described is not None:
+            described.released()
         self.meter.finish()
         if comm.rank == comm.lead:
             # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
@@ -203,7 +203,9 @@ class _Save:
             )
         generation, save_id = aim(self.store)
         plans, plan = self.options.plans, None
-        if described is not None:
+        if (
+            described is not None and not described.live
+        ):  # somebody waits for what is live: rather agree than write twice
             plan = plans.find(described.digest, self.comm.size, self.options.spread)
         known = plan is not None and plans.overview(plan.id) is not None
         return msgspec.msgpack.encode(_Goal(generation, save_id, plan.id if plan and known else b""))
@@ -211,7 +213,9 @@ class _Save:
     def _agree(self, described: Described | None, trouble: Exception | None) -> Plan:
         return agree(self.comm, self.phase, described, trouble, self.options.plans, self.options.spread)
 
-    def _write(self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: Exception | None) -> _Answer:
+    def _write(
+        self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: Exception | None, final: bool
+    ) -> _Answer:
         """Write, bring the results together, and commit on the lead. What is not committed is removed."""
         check = ReplicaCheck(
             plan,
@@ -225,7 +229,7 @@ class _Save:
                 raise trouble
             if described is None or plan is None:
                 return msgspec.msgpack.encode(_Result(b"", b"", {}))
-            return self._write_shard(goal, described, plan, check)
+            return self._write_shard(goal, described, plan, check, described.released if final else nobody_waits)
 
         def conclude(packed: list[bytes]) -> bytes:
             assert described is not None
@@ -249,12 +253,13 @@ class _Save:
             raise
         return answer
 
-    def _write_shard(self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck) -> bytes:
+    def _write_shard(
+        self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck, released: Callable[[], None]
+    ) -> bytes:
         entries = _entries(plan, described, self.comm.rank)
         digests = check.digests() if described.live else {}  # what is live may change once it is written
         try:
             self.meter.check()
-            self._wrote = True
             written = write_shard(
                 self.store,
                 goal.save_id,
@@ -262,7 +267,7 @@ class _Save:
                 entries,
                 self.options.transfer,
                 self.meter,
-                described.released,
+                released,
             )
         except (OSError, CheckpointError) as error:
             raise self._explained(error, goal) from error
@@ -379,13 +384,6 @@ def _entries(plan: Plan, described: Described, rank: int) -> list[Entry]:
         for item in written_by(tensor, plan.layouts[tensor.layout], rank)
     ]
     return planned + described.private
-
-
-def _changed_too_late() -> CheckpointError:
-    return CheckpointError(
-        "the structure of the state changed on some rank since the last save, and part of this rank's state was not "
-        "copied (it does not fit in `staging_bytes`) and may have changed by now. Save again."
-    )
 
 
 def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:

@@ -1,6 +1,7 @@
 """Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
 
 import atexit
+import contextlib
 import logging
 import pickle
 import threading
@@ -18,7 +19,7 @@ from milepost.background.writers import Writers, is_broken
 from milepost.comm import Comm, Phase, together, told
 from milepost.core.agreement import Plans
 from milepost.describing import Described
-from milepost.errors import InvalidRequest, SaveCancelled, SaveInFlight
+from milepost.errors import CheckpointError, InvalidRequest, SaveCancelled, SaveInFlight, WriterDied
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.staging import Owned, Stager, Staging, Way
 from milepost.store import Store
@@ -28,6 +29,8 @@ Background = Literal["thread", "process"]
 WhenBusy = Literal["wait", "refuse"]
 T = TypeVar("T")
 _BUSY = b"busy"
+_LEAD_S = 5.0
+"""How long a rank whose writing process died waits to hear whether the lead knows of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +58,7 @@ class BackgroundSaver:
         # It takes some seconds to start: so it begins now.
         self._link = Link() if background == "process" else None
         self._writers: Writers | None = None
+        self._starts = 0
         self._current: PendingSave | None = None
         self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._closed = False
@@ -90,9 +94,10 @@ class BackgroundSaver:
             if self._front.size == 1:
                 raise
             trouble = error  # the others hear of it where they wait, in the background
+        work = replace(work, describing=_was_described)  # which would keep the state
         pending = PendingSave(work.store.url, staging.done if staging else _set())
         self._hook(optimizers)
-        self._run(pending, lambda: self._save(pending, work, store, staging, trouble), staging)
+        self._run(pending, lambda: self._save(pending, work, store, staging, trouble))
         if staging is not None:
             staging.at_return.wait()
         return pending
@@ -106,7 +111,7 @@ class BackgroundSaver:
         if self._front.size > 1:
             pending = PendingSave(work.store.url, _set())
             pending.mark_told()
-            self._run(pending, lambda: self._save(pending, work, store, None, error), None)
+            self._run(pending, lambda: self._save(pending, work, store, None, error))
 
     def save_copied(
         self, url: str, copy: Callable[[], T], write: Callable[[Callable[[], T], Comm], Receipt]
@@ -117,7 +122,7 @@ class BackgroundSaver:
             if self._front.size > 1:
                 failing = PendingSave(url, _set())
                 failing.mark_told()
-                self._run(failing, lambda: write(_raising(earlier), self._comm), None)
+                self._run(failing, lambda: write(_raising(earlier), self._comm))
             raise earlier
         try:
             copied = _giving(copy())
@@ -126,20 +131,20 @@ class BackgroundSaver:
                 raise
             copied = _raising(error)
         pending = PendingSave(url, _set())
-        self._run(pending, lambda: write(copied, self._comm), None)
+        self._run(pending, lambda: write(copied, self._comm))
         return pending
 
-    def _run(self, pending: PendingSave, work: Callable[[], Receipt], staging: Staging | None) -> None:
+    def _run(self, pending: PendingSave, work: Callable[[], Receipt]) -> None:
+        todo = [work]  # taken out, so that nothing keeps the state when an error keeps this function's frame
+
         def run() -> None:
             receipt, failed = None, None
             try:
-                receipt = work()
+                receipt = todo.pop()()
             except BaseException as error:  # noqa: BLE001  # it is raised where somebody asks
                 failed = error
                 _forget_frames(error)
             finally:
-                if staging is not None:
-                    staging.release()
                 if failed is not None:
                     _failed[:] = [*(one for one in _failed if one.untold_error), pending]
                 pending.end(receipt, failed)
@@ -161,6 +166,10 @@ class BackgroundSaver:
             if is_broken(error):
                 self._stop_writers()
             raise
+        finally:
+            if staging is not None:
+                staging.release()
+                staging.forget()
         finish(self._comm, work.store.url, work.then)
         return receipt
 
@@ -187,6 +196,8 @@ class BackgroundSaver:
         trouble: BaseException | None,
         options: SaveOptions,
     ) -> Receipt:
+        if self._writers is not None and self._comm.rank != self._comm.lead and self._lead_knows(0.0):
+            self._stop_writers()
         if staging is None or not staging.fits():
             # The process could not see what is not copied: so this thread does it, and meets the others where they are.
             writers = self._started()
@@ -213,12 +224,32 @@ class BackgroundSaver:
             writers.share(arena.handle, arena.capacity, arena.version)
 
     def _started(self) -> Writers:
+        """The writing processes; all ranks start them together, and again after one has died."""
         if self._writers is None:
+            if self._starts and not self._lead_knows(_LEAD_S):
+                raise WriterDied(
+                    "the writing process of this rank died at the end of the last save, which the others may have committed. "
+                    "They hear of it in this one, and the next starts new processes."
+                )
+            self._starts += 1
             link, self._link = self._link or Link(), None
-            self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
+            try:
+                self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
+            except BaseException:
+                self._stop_writers()
+                raise
         return self._writers
 
+    def _lead_knows(self, timeout_s: float) -> bool:
+        """Whether the lead has given up the processes that were started last: then all ranks start new ones."""
+        if self._comm.rank == self._comm.lead:
+            return True
+        return self._comm.look([f"over/{self._starts}"], timeout_s)[0] is not None
+
     def _stop_writers(self) -> None:
+        if self._comm.rank == self._comm.lead and self._starts:
+            with contextlib.suppress(CheckpointError):  # the store of the job may be gone
+                self._comm.post(f"over/{self._starts}", b"")
         writers, self._writers = self._writers, None
         link, self._link = self._link, None
         if writers is not None:
@@ -303,12 +334,14 @@ def finish(comm: Comm, url: str, then: Callable[[Comm], None] | None) -> None:
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the functions held that an error went through: the whole state is among it, and errors are kept."""
-    seen: set[int] = set()
-    while error is not None and id(error) not in seen:  # an error can be among its own causes
-        seen.add(id(error))
-        traceback.clear_frames(error.__traceback__)
-        error = error.__cause__ or error.__context__
+    """Let go of what the functions held that an error went through: much of the state is among it, and errors are kept."""
+    errors, seen = [error], set[int]()
+    while errors:
+        one = errors.pop()
+        if one is not None and id(one) not in seen:  # an error can be among its own causes
+            seen.add(id(one))
+            traceback.clear_frames(one.__traceback__)
+            errors += [one.__cause__, one.__context__]
 
 
 def _set() -> threading.Event:
@@ -322,8 +355,13 @@ def _check(options: SaveOptions) -> None:
         raise SaveCancelled("the save was cancelled; nothing of it remains")
 
 
+def _was_described(_: Comm) -> NoReturn:
+    raise AssertionError
+
+
 def _giving(value: T) -> Callable[[], T]:
-    return lambda: value
+    """What gives it once, and then does not keep it."""
+    return [value].pop
 
 
 def _raising(error: BaseException) -> Callable[[], Any]:

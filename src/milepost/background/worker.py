@@ -144,6 +144,8 @@ class Worker:
                 if os.getppid() != self._trainer:
                     _log.error("the save to %s failed after its trainer had died: %s", order.url, error)
         texts = tuple(str(one.message) for one in caught if issubclass(one.category, RuntimeWarning))
+        with self._lock:
+            self._cancelled.pop(order.number, None)
         self._tell(Ended(order.number, receipt, failed, texts))
 
     def _saved(self, order: Order) -> Receipt:

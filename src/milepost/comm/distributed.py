@@ -5,6 +5,7 @@ import socket
 import time
 import weakref
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from milepost.comm.board import BoardComm
 from milepost.errors import InvalidRequest, RanksMissing
 
 _FIRST_LOOK_S = 0.001
+_CONNECT = timedelta(seconds=60)
 _PIECE_BYTES = 4 << 20
 """Torch's store hangs up on whoever sends more than 8 MiB at once."""
 _WHOLE, _IN_PIECES = b"\0", b"\1"
@@ -131,7 +133,7 @@ def ranks_of(group: Any, timeout_s: float, lead: int = 0) -> Comm:
 def key_value_store(address: tuple[str, int] | None) -> Any:
     """The key-value store at an address, or a new one in this process, on a port of its own."""
     host, port = address or ("127.0.0.1", 0)
-    return dist.TCPStore(host, port, is_master=address is None, wait_for_workers=False)  # type: ignore[attr-defined]
+    return dist.TCPStore(host, port, is_master=address is None, timeout=_CONNECT, wait_for_workers=False)  # type: ignore[attr-defined]
 
 
 def address_for(group: Any) -> str:

@@ -135,7 +135,7 @@ class Staging:
             copy = Copy(self._clones.get(id(data), data), slot.within(self._stager.arena.data))
             (later if self._may_wait(data) else now).append(copy)
         self._stager.copier.copy(now, self._moment)
-        if later and self._rest_may_wait():
+        if (later or self._packed.left_out) and self._rest_may_wait():
             self.at_return.set()
         self._stager.copier.copy(later, self._moment)
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
@@ -152,6 +152,11 @@ class Staging:
         """Nothing reads the state any more."""
         self.done.set()
         self.at_return.set()
+
+    def forget(self) -> None:
+        """Keep nothing of the state: the save has ended, and an error that it met may keep this."""
+        self._packed, self._clones = Packed([], {}, [], 0), {}
+        self._described = replace(self._described, tensors={}, private=[])
 
     def described(self) -> Described:
         """The state as it was, to be written: from the copies, and where there are none from the original."""
