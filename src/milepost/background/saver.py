@@ -244,7 +244,9 @@ class BackgroundSaver:
         """Whether the lead has given up the processes that were started last: then all ranks start new ones."""
         if self._comm.rank == self._comm.lead:
             return True
-        return self._comm.look([f"over/{self._starts}"], timeout_s)[0] is not None
+        with contextlib.suppress(CheckpointError):  # the store of the job may be gone; the processes have their own
+            return self._comm.look([f"over/{self._starts}"], timeout_s)[0] is not None
+        return False
 
     def _stop_writers(self) -> None:
         if self._comm.rank == self._comm.lead and self._starts:
