@@ -1,7 +1,6 @@
 """Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
 
 import atexit
-import contextlib
 import logging
 import pickle
 import threading
@@ -19,7 +18,7 @@ from milepost.background.writers import Writers, is_broken
 from milepost.comm import Comm, Phase, together, told
 from milepost.core.agreement import Plans
 from milepost.describing import Described
-from milepost.errors import CheckpointError, InvalidRequest, SaveCancelled, SaveInFlight, WriterDied
+from milepost.errors import InvalidRequest, SaveCancelled, SaveInFlight, WriterDied
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.staging import Owned, Stager, Staging, Way
 from milepost.store import Store
@@ -29,8 +28,6 @@ Background = Literal["thread", "process"]
 WhenBusy = Literal["wait", "refuse"]
 T = TypeVar("T")
 _BUSY = b"busy"
-_LEAD_S = 5.0
-"""How long a rank whose writing process died waits to hear whether the lead knows of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +73,7 @@ class BackgroundSaver:
             make_memory()
             return
         together(self._comm, Phase("saving in", "the background", "prewarming"), make_memory)
+        self._choose_writers("the background")
         self._share(self._started())
 
     def save(self, work: Work, way: Way = "auto", optimizers: Sequence[torch.optim.Optimizer] = ()) -> PendingSave:
@@ -196,8 +194,7 @@ class BackgroundSaver:
         trouble: BaseException | None,
         options: SaveOptions,
     ) -> Receipt:
-        if self._writers is not None and self._comm.rank != self._comm.lead and self._lead_knows(0.0):
-            self._stop_writers()
+        self._choose_writers(work.store.url)
         if staging is None or not staging.fits():
             # The process could not see what is not copied: so this thread does it, and meets the others where they are.
             writers = self._started()
@@ -224,40 +221,30 @@ class BackgroundSaver:
             writers.share(arena.handle, arena.capacity, arena.version)
 
     def _started(self) -> Writers:
-        """The writing processes; all ranks start them together, and again after one has died."""
+        """The writing processes, which all ranks start together."""
         if self._writers is None:
-            if self._starts and not self._lead_knows(_LEAD_S):
-                raise WriterDied(
-                    "the writing process of this rank died at the end of the last save, which the others may have committed. "
-                    "They hear of it in this one, and the next starts new processes."
-                )
             self._starts += 1
             link, self._link = self._link or Link(), None
-            try:
-                self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
-            except BaseException:
-                self._stop_writers()
-                raise
+            self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
         return self._writers
 
-    def _lead_knows(self, timeout_s: float) -> bool:
-        """Whether the lead has given up the processes that were started last: then all ranks start new ones."""
-        if self._comm.rank == self._comm.lead:
-            return True
-        with contextlib.suppress(CheckpointError):  # the store of the job may be gone; the processes have their own
-            return self._comm.look([f"over/{self._starts}"], timeout_s)[0] is not None
-        return False
+    def _choose_writers(self, url: str) -> None:
+        """Use the processes that the lead uses: those that run, or, after it has lost them, new ones."""
+        mine = self._starts if self._writers is not None else self._starts + 1
+        phase = Phase("saving to", url, "choosing the writing processes")
+        chosen = int(told(self._comm, phase, lambda: str(mine).encode()))
+        if chosen > self._starts:
+            self._stop_writers()
+        elif self._writers is None:
+            raise WriterDied(
+                "the writing process of this rank died at the end of the last save, which the others may have committed. "
+                "They hear of it in this one, and the next starts new processes."
+            )
 
     def _stop_writers(self) -> None:
-        if self._comm.rank == self._comm.lead and self._starts:
-            with contextlib.suppress(CheckpointError):  # the store of the job may be gone
-                self._comm.post(f"over/{self._starts}", b"")
         writers, self._writers = self._writers, None
-        link, self._link = self._link, None
         if writers is not None:
             writers.close()
-        if link is not None:
-            link.close()
 
     def _make_room(self, url: str) -> BaseException | None:
         """Wait until no save is under way, or refuse, on all ranks alike. Gives what the last one met, if nobody asked."""
@@ -306,6 +293,8 @@ class BackgroundSaver:
         for handle in self._hooks.values():
             handle.remove()
         self._stop_writers()
+        if self._link is not None:
+            self._link.close()
         self._stager.free()
         if error is not None:
             raise error
