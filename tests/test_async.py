@@ -676,7 +676,9 @@ def test_one_saver_saves_states_of_other_structures_and_keeps_its_memory_where_i
     assert len({v for name, seen in versions.items() for v in seen[name == "small" :]}) == 1, "made anew only to grow"
 
 
-def test_a_structure_that_changes_on_one_rank_only_is_saved_though_another_writes_from_where_its_state_is(team, tmp_path):
+def test_a_structure_that_changes_on_one_rank_only_is_saved_though_another_writes_from_where_its_state_is(
+    team, tmp_path
+):
     """A rank that let the caller go on could not write again: so it waits until all have the same plan."""
 
     def state_of(rank, changed):

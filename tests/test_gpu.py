@@ -110,7 +110,7 @@ def test_an_async_save_from_a_gpu_is_the_state_at_the_call(tmp_path, stage, back
             pending = saver.save(state, tmp_path / str(turn))
             expected = None
             if stage == "overlap":
-                expected = [bits(tensor) for tensor in tensors_of(state)]
+                expected = [bits(tensor).clone() for tensor in tensors_of(state)]
                 pending.wait_staged(60)
             else:
                 kept = [tensor.clone() for tensor in tensors_of(state)]

@@ -17,7 +17,7 @@ from milepost.comm import Solo
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MIB
 from milepost.describing import describe
-from milepost.staging import Owned, Stager
+from milepost.staging import Owned, Stager, copying
 from milepost.staging.arena import Arena, budget_of, free_bytes
 from milepost.staging.copying import Copier, Copy, Moment
 from milepost.state import PerRank
@@ -270,3 +270,30 @@ def test_what_is_live_and_not_the_optimizers_keeps_the_caller():
     staging.described().released()
     waiting.join(10)
     assert not waiting.is_alive()
+
+
+def test_batches_of_pieces_copy_what_a_gpu_would_be_asked_to_copy(monkeypatch):
+    """What the copies from a GPU are made of, here with tensors of the CPU."""
+    monkeypatch.setattr(copying, "_PIECE_BYTES", 4096)
+    monkeypatch.setattr(copying, "_BATCH_BYTES", 20_000)
+    sources = [
+        *(torch.full((7,), float(i)) for i in range(100)),
+        torch.randn(70, 50),
+        torch.randn(70, 50).t(),
+        torch.randn(33, 44, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.randn(900)),
+        torch.randint(0, 100, (5000,), dtype=torch.uint8).view(torch.float8_e4m3fn),
+        torch.randn(3, dtype=torch.complex128).conj(),
+        torch.tensor(5.0),
+        torch.randn(9, 1, 70)[:, :, ::2],
+    ]
+    targets = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+    sizes = []
+    for batch in copying._batches([Copy(*pair) for pair in zip(sources, targets, strict=True)]):
+        assert all(one.target.nbytes <= 4096 for one in batch)
+        sizes.append(len(batch))
+        torch._foreach_copy_([one.target for one in batch], [one.source for one in batch], non_blocking=True)
+    assert max(sizes) <= copying._BATCH_COPIES
+    for source, target in zip(sources, targets, strict=True):
+        resolved = source.resolve_conj().resolve_neg().contiguous()
+        assert torch.equal(resolved.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))

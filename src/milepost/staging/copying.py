@@ -14,8 +14,9 @@ from milepost.transfer import run_all
 
 _AT_ONCE_BYTES = 8 * MIB
 _PIECE_BYTES = 64 * MIB
-_QUEUED_COPIES = 32
-_QUEUED_BYTES = 256 * MIB
+_BATCH_COPIES = 32
+_BATCH_BYTES = 256 * MIB
+_ORDINARY = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 _SMALL_BYTES = MIB
 _THREADS = 4
 
@@ -68,10 +69,10 @@ class Copier:
         moment.before(stream)
         queue = _Queue(stream)
         with torch.cuda.stream(stream), torch.no_grad():
-            for one in copies:
-                for part in _parts(one):
-                    part.target.copy_(part.source, non_blocking=True)
-                    queue.count(part.target.nbytes)
+            for batch in _batches(copies):
+                # In one call: each one hands Python's lock over, and the thread that trains would wait for it every time.
+                torch._foreach_copy_([one.target for one in batch], [one.source for one in batch], non_blocking=True)
+                queue.wait_a_little()
         return queue.mark()
 
 
@@ -81,17 +82,12 @@ class _Queue:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._marks: deque[torch.cuda.Event] = deque()
-        self._copies = self._bytes = 0
 
-    def count(self, size_bytes: int) -> None:
-        """One more copy was asked for. Waits if there are many, while other threads run."""
-        self._copies += 1
-        self._bytes += size_bytes
-        if self._copies >= _QUEUED_COPIES or self._bytes >= _QUEUED_BYTES:
-            self._marks.append(self.mark())
-            self._copies = self._bytes = 0
-            if len(self._marks) > 1:
-                self._marks.popleft().synchronize()
+    def wait_a_little(self) -> None:
+        """After each batch: return when no more than this and the one before are left to do. Other threads run meanwhile."""
+        self._marks.append(self.mark())
+        if len(self._marks) > 2:
+            self._marks.popleft().synchronize()
 
     def mark(self) -> torch.cuda.Event:
         """The moment when all that was asked for is done."""
@@ -100,15 +96,30 @@ class _Queue:
         return event
 
 
+def _batches(copies: list[Copy]) -> Iterator[list[Copy]]:
+    """The copies in pieces, some at a time."""
+    batch: list[Copy] = []
+    size_bytes = 0
+    for one in copies:
+        for part in _parts(one):
+            batch.append(part)
+            size_bytes += part.target.nbytes
+            if len(batch) >= _BATCH_COPIES or size_bytes >= _BATCH_BYTES:
+                yield batch
+                batch, size_bytes = [], 0
+    if batch:
+        yield batch
+
+
 def _parts(one: Copy) -> Iterator[Copy]:
     """The copy in pieces: short, so that copies of others get their turn, and need little memory to be brought in order."""
-    source, target = one.source, as_bits(one.target)
+    source, target = one
     if source.is_contiguous() and not _is_lazy(source):
-        source = as_bits(source)
-        if source.nbytes <= _PIECE_BYTES:
-            yield Copy(source, target)
+        if source.nbytes <= _PIECE_BYTES and source.dtype in _ORDINARY:
+            yield one
             return
-        source, target = source.view(-1), target.view(-1)
+        source, target = as_bits(source).view(-1), target.view(-1)
+    target = as_bits(target)
     for slab in Box.whole(tuple(source.shape)).slabs(max(_PIECE_BYTES // source.element_size(), 1)):
         yield Copy(_bits(source[slab.slices]), target[slab.slices])
 

@@ -42,11 +42,12 @@ class Stager:
         self.arena = Arena(shared)
         self.copier = Copier()
         self._limit_bytes = limit_bytes
+        self._known: tuple[int, list[Slot]] = (0, [])
+        self._places: list[torch.Tensor] = []
 
     def prewarm(self, described: Described) -> None:
         """Make the memory that a state like this needs."""
-        packed = self._pack(described)
-        self.arena.reserve(packed.size_bytes, _pins(packed.sources))
+        self.reserve(self._pack(described))
 
     def begin(self, described: Described, way: Way, owned: "Owned | None") -> "Staging":
         """Look at the state as it is now. The rest may happen in another thread."""
@@ -56,8 +57,23 @@ class Stager:
         limit_bytes = budget_of(self._limit_bytes, self.arena.capacity)
         return pack(described, limit_bytes, _SHIFT_BYTES if self.arena.shared else 0)
 
+    def reserve(self, packed: Packed) -> None:
+        """Have the memory that this needs. Raises MemoryError or OSError where there is not so much."""
+        if packed.size_bytes > self.arena.capacity:
+            self._known, self._places = (0, []), []  # they keep the memory that is about to be given back
+        self.arena.reserve(packed.size_bytes, _pins(packed.sources))
+
+    def places(self, packed: Packed) -> list[torch.Tensor]:
+        """The memory of each slot, in order. Kept for the next save, which mostly has the same slots."""
+        slots = [slot for _, slot in packed.sources]
+        if (self.arena.version, slots) != self._known:
+            self._places = [slot.within(self.arena.data) for slot in slots]
+            self._known = self.arena.version, slots
+        return self._places
+
     def free(self) -> None:
         """Give the memory back."""
+        self._known, self._places = (0, []), []
         self.arena.free()
 
 
@@ -116,7 +132,7 @@ class Staging:
     def _reserve(self) -> None:
         arena, packed = self._stager.arena, self._packed
         try:
-            arena.reserve(packed.size_bytes, _pins(packed.sources))
+            self._stager.reserve(packed)
         except (OSError, MemoryError) as error:
             _log.warning("no staging memory (%s): the state is written from where it is, which takes longer", error)
             self._packed = pack(self._described, 0)
@@ -131,8 +147,8 @@ class Staging:
         self._reserve()
         now: list[Copy] = []
         later: list[Copy] = []
-        for data, slot in self._packed.sources:
-            copy = Copy(self._clones.get(id(data), data), slot.within(self._stager.arena.data))
+        for (data, _), target in zip(self._packed.sources, self._stager.places(self._packed), strict=True):
+            copy = Copy(self._clones.get(id(data), data), target)
             (later if self._may_wait(data) else now).append(copy)
         self._stager.copier.copy(now, self._moment)
         if (later or self._packed.left_out) and self._rest_may_wait():
@@ -160,8 +176,8 @@ class Staging:
 
     def described(self) -> Described:
         """The state as it was, to be written: from the copies, and where there are none from the original."""
-        memory = self._stager.arena.data
-        made = {slot.offset: slot.within(memory) for _, slot in self._packed.sources}
+        places = self._stager.places(self._packed)
+        made = {slot.offset: place for (_, slot), place in zip(self._packed.sources, places, strict=True)}
 
         def instead(data: torch.Tensor, dtype: str, shape: Shape) -> Any:
             del dtype, shape
