@@ -194,21 +194,18 @@ class BackgroundSaver:
         trouble: BaseException | None,
         options: SaveOptions,
     ) -> Receipt:
+        if staging is not None and staging.fits():
+            try:
+                staging.copy()
+                _check(options)
+            except Exception as error:  # noqa: BLE001  # raised on every rank
+                staging, trouble = None, error
         self._choose_writers(work.store.url)
-        if staging is None or not staging.fits():
+        if staging is None or not staging.fits():  # which it may not have done after all
             # The process could not see what is not copied: so this thread does it, and meets the others where they are.
-            writers = self._started()
-            return self._by_thread(writers.comm, work.store, staging, trouble, options)
-        was_up = self._writers is not None
-        try:
-            staging.copy()
-            _check(options)
-        except Exception as error:  # noqa: BLE001  # raised on every rank
-            return self._by_thread(self._started().comm, work.store, None, error, options)
-        if not staging.fits():  # there was less memory than it seemed
-            return self._by_thread(self._started().comm, work.store, staging, None, options)
-        if not was_up:
-            staging.settle()
+            return self._by_thread(self._started().comm, work.store, staging, trouble, options)
+        if self._writers is None:
+            staging.settle()  # to start them takes seconds
         writers = self._started()
         self._share(writers)
         number = writers.hand_over(work.store.url, store, staging.slots(), options)

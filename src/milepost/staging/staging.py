@@ -41,6 +41,7 @@ class Stager:
     def __init__(self, shared: bool, limit_bytes: int | None) -> None:
         self.arena = Arena(shared)
         self.copier = Copier()
+        self.has_cloned = False
         self._limit_bytes = limit_bytes
         self._known: tuple[int, list[Slot]] = (0, [])
         self._places: list[torch.Tensor] = []
@@ -109,16 +110,17 @@ class Staging:
         self._stager, self._described, self._packed = stager, described, packed
         self.at_return, self.done = threading.Event(), threading.Event()
         on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if data.is_cuda]
-        self.way = _chosen(way, on_gpu, owned)
+        self.way = _chosen(way, on_gpu, owned, 1 if stager.has_cloned else 2)
         self._clones: dict[int, torch.Tensor] = {}
         if self.way == "device":
             try:
                 self._clones = dict(zip(map(id, on_gpu), clone_on_devices(on_gpu), strict=True))
+                stager.has_cloned = True
             except torch.OutOfMemoryError:
                 self.way = "overlap" if owned else "host"
         self._moment = Moment(on_gpu)
         self._may_wait = self._rule(owned)
-        if way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
+        if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
             self.at_return.set()
 
     def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
@@ -208,13 +210,18 @@ def _pins(sources: list[tuple[torch.Tensor, Slot]]) -> bool:
     return torch.cuda.is_available() and any(data.is_cuda for data, _ in sources)
 
 
-def _chosen(way: Way, on_gpu: list[torch.Tensor], owned: Owned | None) -> Way:
-    """The way to go. On the GPU where it has room for a second copy; else over the next step if that is safe."""
+def _chosen(way: Way, on_gpu: list[torch.Tensor], owned: Owned | None, copies: int) -> Way:
+    """The way to go. On the GPU where it has room for so many copies; else over the next step if that is safe.
+
+    For the first save two: it will be part of the most that was ever in use, and the next should not be judged otherwise.
+    """
     if way in ("host", "overlap"):
         return way
     need: dict[torch.device, int] = {}
     for data in on_gpu:
         need[data.device] = need.get(data.device, 0) + data.nbytes
-    if need and all(room_on(device) > size + size // _SPARE_PART + _SPARE_BYTES for device, size in need.items()):
+    if need and all(
+        room_on(device) > copies * size + size // _SPARE_PART + _SPARE_BYTES for device, size in need.items()
+    ):
         return "device"
     return "overlap" if owned is not None else "host"
