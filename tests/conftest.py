@@ -1,3 +1,4 @@
+import signal
 import sys
 from pathlib import Path
 
@@ -6,3 +7,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 import ranks
 
 ranks.preload()
+# A shell that starts us in the background lets us ignore Ctrl-C, and all that we start; some tests send it.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
