@@ -9,15 +9,17 @@ import pytest
 import milepost
 from milepost.store import LocalStore, MemoryStore, Within, store_at
 from milepost.store.local import LocalWriter
-from milepost.testing import CountingStore
+from milepost.testing import CountingStore, UnsyncedStore
 
 
-@pytest.fixture(params=["local", "memory", "counting", "within", "within memory"])
+@pytest.fixture(params=["local", "memory", "counting", "within", "within memory", "unsynced"])
 def store(request, tmp_path):
     if request.param == "local":
         return LocalStore(tmp_path / "new" / "folder")
     if request.param == "memory":
         return MemoryStore()
+    if request.param == "unsynced":
+        return UnsyncedStore()
     if request.param == "within":
         return Within(LocalStore(tmp_path / "outer"), "step/a")
     if request.param == "within memory":

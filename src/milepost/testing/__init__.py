@@ -1,4 +1,4 @@
-"""For tests, yours and ours: ranks as threads, ranks that fail or stall, stores that die at a chosen call, and a simulator.
+"""For tests, yours and ours: ranks as threads that fail or stall, stores that die or lose power, and a simulator.
 
 The simulator answers "will my 512 -> 384 resume work, and what will it read?" in one process, without data.
 """
@@ -7,6 +7,7 @@ from milepost.core.table import TensorRow
 from milepost.testing.ranks import TroubledComm, run_ranks
 from milepost.testing.simulate import SimulatedLoad, SimulatedSave, on_mesh, simulate_load, simulate_save
 from milepost.testing.stores import CountingStore, Crash, CrashingStore
+from milepost.testing.unsynced import UnsyncedStore
 
 __all__ = [
     "CountingStore",
@@ -16,6 +17,7 @@ __all__ = [
     "SimulatedSave",
     "TensorRow",
     "TroubledComm",
+    "UnsyncedStore",
     "on_mesh",
     "run_ranks",
     "simulate_load",
