@@ -1,5 +1,7 @@
 """Atomic: whatever dies, at any call, a reader sees the old checkpoint or the new one, whole."""
 
+import errno
+import os
 import threading
 
 import pytest
@@ -187,3 +189,32 @@ def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):
         opened, last = opened + 1, number
     saver.join()
     assert opened > 20
+
+
+def test_a_commit_that_cannot_be_synced_is_taken_back_and_its_data_stays(tmp_path, monkeypatch):
+    """The last syncs of a save, of the folders, after the manifest has its name."""
+    milepost.save({"n": 1, "t": torch.ones(3)}, tmp_path)
+    link, fsync, linked = os.link, os.fsync, []
+
+    def note(*args, **options):
+        link(*args, **options)
+        linked.append(args)
+
+    def fail(handle):
+        if linked:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", note)
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(milepost.NotDurable, match=r"manifest-00000002.*Input/output error.*taken back") as caught:
+            milepost.save({"n": 2, "t": torch.ones(3)}, tmp_path)
+        assert caught.value.errno == errno.EIO
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint["n"] == 1
+    # A power cut may bring the manifest back, and then it must find what it names.
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    milepost.save({"n": 3, "t": torch.ones(3)}, tmp_path)
+    assert milepost.open(tmp_path)["n"] == 3
+    assert len(list((tmp_path / "data").iterdir())) == 1

@@ -11,6 +11,7 @@
     |   fix the target, or retry
     +-- StorageError (OSError)          the disk or object store said no
     |   +-- AlreadyExists               create-if-absent found something there
+    |   +-- NotDurable                  a commit could not be synced, and was taken back
     +-- SaveConflict                    another job committed first
     +-- RanksMissing (TimeoutError)     ranks did not arrive before the deadline
     +-- SaveInFlight                    an earlier save in the background has not ended
@@ -83,6 +84,10 @@ class AlreadyExists(StorageError):
     """A create-if-absent found that the name is taken."""
 
 
+class NotDurable(StorageError):
+    """A commit could not be made durable, and was taken back. Its data stays until the next save: a power cut may undo that."""
+
+
 class SaveConflict(CheckpointError):
     """Another job committed to the same place first; nothing of this save remains."""
 
@@ -129,6 +134,7 @@ ERRORS: dict[str, type[CheckpointError]] = {
         StateMismatch,
         StorageError,
         AlreadyExists,
+        NotDurable,
         SaveConflict,
         RanksMissing,
         SaveInFlight,

@@ -25,7 +25,7 @@ from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import NewEntry
 from milepost.core.table import merge_values
 from milepost.describing import Described, describe, nobody_waits
-from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, SaveConflict, StorageError
+from milepost.errors import CheckpointError, InvalidRequest, NotDurable, RanksDisagree, SaveConflict, StorageError
 from milepost.pause import CollectionPaused
 from milepost.replicas import ReplicaCheck, compare
 from milepost.store import Store
@@ -355,8 +355,11 @@ class _Save:
         """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
         if isinstance(error, (SaveConflict, RanksDisagree)):
             return True
-        if self.comm.size > 1 and not getattr(error, "failures", {}):
+        failures = getattr(error, "failures", {})
+        if self.comm.size > 1 and not failures:
             return False  # the lead did not answer; it may still commit
+        if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
+            return False  # a power cut may bring the manifest back
         try:
             return goal.generation not in generations(self.store)
         except (OSError, CheckpointError):

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from milepost.core.limits import MIB, PAGE_BYTES
-from milepost.errors import AlreadyExists, StorageError, UnsafeCheckpoint
+from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheckpoint
 from milepost.store import linux
 from milepost.store.base import CLAIM, Buffer, check_name
 
@@ -51,7 +51,14 @@ class LocalStore:
             writer.commit()
             with _explained("publish", path):
                 self._publish(self._path(temporary), path)
-                _sync_folders(path.parent, self.root)
+            try:
+                with _explained("sync", path):
+                    _sync_folders(path.parent, self.root)
+            except StorageError as error:
+                # Whoever is told that it failed must not find it there.
+                with contextlib.suppress(OSError):
+                    os.unlink(path)
+                raise NotDurable(f"{error}; it was taken back", errno=error.errno) from error
         finally:
             writer.abort()
 
