@@ -218,3 +218,41 @@ def test_a_commit_that_cannot_be_synced_is_taken_back_and_its_data_stays(tmp_pat
     milepost.save({"n": 3, "t": torch.ones(3)}, tmp_path)
     assert milepost.open(tmp_path)["n"] == 3
     assert len(list((tmp_path / "data").iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["local", "memory"])
+def test_a_saver_that_is_overtaken_twice_is_told(tmp_path, kind):
+    """The one that took its number was replaced, and its manifest swept: so that name is free again."""
+    inner = LocalStore(tmp_path) if kind == "local" else milepost.MemoryStore()
+
+    class Late(CountingStore):
+        def before(self, number, call):
+            if call == "create manifest-00000002.json":
+                milepost.save({"n": 2}, self.inner)
+                milepost.save({"n": 3}, self.inner)
+
+    milepost.save({"n": 1}, inner)
+    with pytest.raises(milepost.SaveConflict, match="generation 2"):
+        milepost.save({"n": "late", "t": torch.ones(3)}, Late(inner))
+    with milepost.open(inner) as checkpoint:
+        assert (checkpoint["n"], checkpoint.generation) == (3, 3)
+    assert list(inner.list("manifest-")) == ["manifest-00000003.json"]
+    milepost.save({"n": 4}, inner)
+    assert milepost.open(inner)["n"] == 4
+
+
+def test_a_saver_whose_unfinished_manifest_is_swept_is_told(tmp_path, monkeypatch):
+    milepost.save({"n": 1}, tmp_path)
+    link, others = os.link, []
+
+    def late(*args, **options):
+        if not others:
+            others.append(1)
+            milepost.save({"n": 2}, tmp_path)
+            milepost.save({"n": 3}, tmp_path)
+        return link(*args, **options)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(milepost.SaveConflict):
+        milepost.save({"n": "late"}, tmp_path)
+    assert milepost.open(tmp_path)["n"] == 3

@@ -448,3 +448,14 @@ def test_json_nested_deeper_than_any_saved_value_is_refused(word):
         data = NESTED[word](data)
     with pytest.raises((ValueError, CheckpointError)):
         Codec(TYPES).decode(data, "k")
+
+
+@pytest.mark.parametrize("kind", ["dict", "set", "frozenset"])
+def test_many_keys_that_hash_alike_are_refused_at_once(kind):
+    """A dict of them would take minutes; nobody has them by chance."""
+    alike = [i * (2**61 - 1) for i in range(100_000)]
+    spelled = [Codec().encode(key, "x") for key in alike]
+    with pytest.raises(ValueError, match="the same hash"):
+        Codec().decode({kind: [[key, 0] for key in spelled] if kind == "dict" else spelled}, "x")
+    few = dict.fromkeys(alike[:60], 0)
+    assert Codec().decode(Codec().encode(few, "x"), "x") == few

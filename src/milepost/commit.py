@@ -6,6 +6,7 @@ After generation g is committed, every save that aimed at g or less can no longe
 no clock and no lock is needed, and a save that is under way is never disturbed.
 """
 
+import contextlib
 import logging
 import secrets
 
@@ -121,10 +122,28 @@ def publish(store: Store, manifest: Manifest) -> None:
     try:
         store.create(manifest_name(manifest.generation), seal(manifest))
     except AlreadyExists:
-        raise SaveConflict(
-            f"another job committed generation {manifest.generation} of {store.url} while this save was under way. "
-            "Its checkpoint stands. Do two jobs write to one place?"
-        ) from None
+        raise _beaten(store, manifest.generation) from None
+    except FileNotFoundError:
+        # What it was about to name was swept away under its hands.
+        if _newest(store) >= manifest.generation:
+            raise _beaten(store, manifest.generation) from None
+        raise
+    if _newest(store) > manifest.generation:
+        # The name was free because its owner was replaced and swept, and so was this save's data. What is newest never goes.
+        with contextlib.suppress(OSError, CheckpointError):
+            store.delete(manifest_name(manifest.generation))
+        raise _beaten(store, manifest.generation)
+
+
+def _newest(store: Store) -> int:
+    return next(iter(generations(store)), 0)
+
+
+def _beaten(store: Store, generation: int) -> SaveConflict:
+    return SaveConflict(
+        f"another job committed generation {generation} of {store.url} while this save was under way. "
+        "Its checkpoint stands. Do two jobs write to one place?"
+    )
 
 
 def sweep(store: Store, manifest: Manifest) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from milepost.core.alike import differing
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import is_namedtuple, make_namedtuple
@@ -232,10 +233,11 @@ def _items(codec: Codec, content: list[Any], key: str, depth: int) -> list[Any]:
 
 
 def _decode_dict(codec: Codec, content: Any, key: str, depth: int) -> dict[Any, Any]:
+    names = differing(codec.decode_at(name, key, depth + 1) for name, _ in content)
     result = {}
-    for i, (name, value) in enumerate(content):
-        part = name if isinstance(name, str) else i
-        result[codec.decode_at(name, key, depth + 1)] = codec.decode_at(value, _inside(key, part), depth + 1)
+    for i, (name, (spelled, value)) in enumerate(zip(names, content, strict=True)):
+        part = spelled if isinstance(spelled, str) else i
+        result[name] = codec.decode_at(value, _inside(key, part), depth + 1)
     return result
 
 
@@ -283,8 +285,8 @@ _READ: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "bytearray": lambda c, v, k, d: bytearray(_bytes(v)),
     "list": _items,
     "tuple": lambda c, v, k, d: tuple(_items(c, v, k, d)),
-    "set": lambda c, v, k, d: set(_items(c, v, k, d)),
-    "frozenset": lambda c, v, k, d: frozenset(_items(c, v, k, d)),
+    "set": lambda c, v, k, d: set(differing(_items(c, v, k, d))),
+    "frozenset": lambda c, v, k, d: frozenset(differing(_items(c, v, k, d))),
     "dict": _decode_dict,
     "numpy": lambda c, v, k, d: _decode_numpy(v),
     "namedtuple": _decode_namedtuple,

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from milepost.core.alike import differing
 from milepost.core.limits import MAX_DEPTH
 
 Path = tuple[Hashable, ...]
@@ -254,14 +255,27 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
         "defaultdict": lambda: defaultdict(FACTORIES[detail]),
     }
     result = empty[kind]()
-    for child in branch.children:
-        key = decode(child.node.name)
-        try:
-            result[key] = None
-        except TypeError:
-            raise ValueError(f"{str(key)[:80]} cannot be the key of a dict") from None
+    for key, child in zip(_names(branch, decode), branch.children, strict=True):
+        result[key] = None  # in order, whatever comes of the rest
         result[key] = build(child, decode, leaf, (*path, key))
     return result
+
+
+def _names(branch: Branch, decode: Callable[[Any], Any]) -> list[Any]:
+    keys = [decode(child.node.name) for child in branch.children]
+    try:
+        return differing(keys)
+    except TypeError:
+        odd = next(key for key in keys if not _is_hashable(key))
+        raise ValueError(f"{str(odd)[:80]} cannot be the key of a dict") from None
+
+
+def _is_hashable(key: Any) -> bool:
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True
 
 
 def make_namedtuple(name: str, fields: list[str]) -> Any:

@@ -14,13 +14,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from milepost.core.alike import MAX_ALIKE
 from milepost.errors import UnsafeCheckpoint
 
 Find = Callable[[str, str], Any]
 _MAX_INT_BYTES = 1024
 _MAX_KEY_DEPTH = 4
-_MAX_ALIKE = 64
-"""How many keys of one dict may have the same hash. Those of text and bytes are secret, of all others anyone can choose."""
 _STEPS_PER_BYTE = 4
 _SLACK_STEPS = 100_000
 _SHORT_INT = 2**60
@@ -152,7 +151,7 @@ class _Machine:
         self._check_depth(value, 0)
         found = hash(value)
         alike[found] += 1
-        if alike[found] > _MAX_ALIKE:
+        if alike[found] > MAX_ALIKE:
             raise UnsafeCheckpoint("a pickle has many keys with the same hash, which nobody has by chance")
 
     def _check_depth(self, value: Any, depth: int) -> None:
