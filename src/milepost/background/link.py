@@ -110,10 +110,11 @@ class Link:
                 assert message.receipt is not None
                 return message.receipt
 
-    def close(self) -> None:
-        """Let the process end, and wait for that."""
+    def close(self, broken: bool = False) -> None:
+        """Let the process end, and wait for that. `broken`: the others may wait for it, and it tells them that it goes."""
         with contextlib.suppress(OSError, WriterDied):
-            self._send("close")
+            if not broken:
+                self._send("close")
         self._connection.close()
         try:
             self._process.wait(_STOP_S)

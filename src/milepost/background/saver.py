@@ -162,7 +162,7 @@ class BackgroundSaver:
                 receipt = self._by_thread(self._comm, work.store, staging, trouble, options)
         except BaseException as error:
             if is_broken(error):
-                self._stop_writers()
+                self._stop_writers(broken=True)
             raise
         finally:
             if staging is not None:
@@ -229,19 +229,23 @@ class BackgroundSaver:
         """Use the processes that the lead uses: those that run, or, after it has lost them, new ones."""
         mine = self._starts if self._writers is not None else self._starts + 1
         phase = Phase("saving to", url, "choosing the writing processes")
-        chosen = int(told(self._comm, phase, lambda: str(mine).encode()))
+        try:
+            chosen = int(told(self._comm, phase, lambda: str(mine).encode()))
+        except BaseException:
+            self._stop_writers(broken=True)  # the processes of others may be waiting for this save already
+            raise
         if chosen > self._starts:
-            self._stop_writers()
+            self._stop_writers(broken=True)
         elif self._writers is None:
             raise WriterDied(
                 "the writing process of this rank died at the end of the last save, which the others may have committed. "
                 "They hear of it in this one, and the next starts new processes."
             )
 
-    def _stop_writers(self) -> None:
+    def _stop_writers(self, broken: bool = False) -> None:
         writers, self._writers = self._writers, None
         if writers is not None:
-            writers.close()
+            writers.close(broken)
 
     def _make_room(self, url: str) -> BaseException | None:
         """Wait until no save is under way, or refuse, on all ranks alike. Gives what the last one met, if nobody asked."""

@@ -95,9 +95,9 @@ class Writers:
                     self._store.add(LEFT, 1)
             raise
 
-    def close(self) -> None:
-        """Let the process end, and wait for that."""
-        self.link.close()
+    def close(self, broken: bool = False) -> None:
+        """Let the process end, and wait for that. `broken`: others may wait for it, and it tells them that it goes."""
+        self.link.close(broken)
 
 
 def is_broken(error: BaseException) -> bool:
