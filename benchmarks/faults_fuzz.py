@@ -1,357 +1,231 @@
-"""Fuzzed bytes for every decoder: valid inputs whose JSON, opcodes or bytes are changed. Row 20 of the table of faults.
+"""Fuzzed bytes for every decoder, guided by what they reach. Row 20 of the table of faults.
 
-Seeded, and not guided by coverage: an input that gives a new kind of error joins the seeds. An input may be refused with
-an error that the decoder documents. What is accepted is checked by other means than the decoder's own: a manifest without
-a fitting checksum never is; one sealed again can be written and read again, and its boxes tile its tensors; a header says
-what Python's `json` reads; a value is the same after another round; a pickle is what Python's own reader makes of it.
+Valid inputs are changed (`faults_changes.py`) and given to a decoder (`faults_decoders.py`). Every input is followed through
+the decoders' own Python code (`sys.settrace`): an arc is a step from one line to another, a path is the set of arcs of one
+input. An input that is accepted becomes the parent of its path, unless one of fewer generations is; one that is refused
+becomes a parent if it reached a new arc. Parents are changed further, and parts of them go into others.
+
+Refused inputs with nothing but a new path are no parents: decoders stop at the first thing that is wrong, and changes to
+those were measured to reach less than changes to valid ones. What C code does (msgspec, numpy) is not seen. Guided or not,
+nearly the same lines are reached; guided, about twice as many paths, and faults that only several changes make.
+
+An input may be refused with an error that the decoder documents; what is accepted is checked (`faults_sound.py`).
+Seeded: one seed makes the same inputs in the same order, as long as Python's hashes are the same (`PYTHONHASHSEED=0`).
+`python benchmarks/faults_fuzz.py 20000` shows what so many inputs reach, guided and not.
 """
 
-import io
-import itertools
-import json
-import math
-import pickle
-import pickletools
+import inspect
 import random
-import re
-import struct
 import sys
-import tempfile
-import warnings
-import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
-from types import SimpleNamespace
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import msgspec
-import numpy as np
-import torch
-import torch.distributed.checkpoint as dcp
-import xxhash
+from faults_changes import WATCHED
+from faults_decoders import Decoder, decoders
 
-import milepost
-from milepost.core import manifest as manifests
-from milepost.core import shardfile
-from milepost.formats.content import read_content
-from milepost.formats.recognise import recognise
-from milepost.values import Codec
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from attacks import forge, on_foreign
-
-REFUSED, ACCEPTED = "refused", "accepted and sound"
-SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
-EVIL = (
-    None,
-    True,
-    0,
-    1,
-    -1,
-    2**31,
-    2**53 + 1,
-    2**63,
-    -(2**64),
-    0.5,
-    1e308,
-    "",
-    "a",
-    "..",
-    "0-1",
-    "0,0",
-    "\ud800",
-    [],
-    {},
-    [[]],
+REFUSED, ACCEPTED, WRONG = "refused", "accepted and sound", "wrongly accepted"
+FILES = frozenset(inspect.getfile(module) for module in WATCHED)
+CACHES = tuple(
+    function
+    for module in WATCHED
+    for function in vars(module).values()
+    if hasattr(function, "cache_parameters") and function.cache_parameters()["maxsize"]
 )
+"""What remembers inputs. It forgets before each, so that a path depends on nothing but the input."""
+Arc = tuple[str, int, int]
+"""A step from one line of a file to another; -1 stands for the caller."""
+MOST_GROWTH = 4
+FROM_REFUSED, FROM_ACCEPTED, SPLICED = 0.1, 0.5, 0.3
+"""How often a parent was refused, or accepted (else it is a valid input), and how often two are mixed."""
 
 
-def fuzz_all(job: tuple[int, int]) -> tuple[dict[str, int], list[str]]:
-    """How so many inputs ended, made from this seed; and what those looked like that ended badly."""
-    ended, examples = Counter[str](), []
+@dataclass
+class Fuzzed:
+    """How inputs ended, what those looked like that ended badly, and which arcs and how many paths were reached."""
+
+    ended: Counter[str] = field(default_factory=Counter)
+    bad: list[str] = field(default_factory=list)
+    arcs: set[Arc] = field(default_factory=set)
+    paths: int = 0
+
+    def add(self, other: "Fuzzed") -> None:
+        """Count those of another run too; the paths of different runs are taken for different."""
+        self.ended.update(other.ended)
+        self.bad += other.bad
+        self.arcs |= other.arcs
+        self.paths += other.paths
+
+
+def fuzz_all(job: tuple[int, int, bool]) -> Fuzzed:
+    """So many inputs for all decoders, made from this seed, guided or not."""
+    seed, count, guided = job
+    total = Fuzzed()
     for name, decoder in decoders().items():
-        found, bad = fuzz(decoder, job[1] * decoder.percent // 100, random.Random(job[0]))
-        ended.update(found)
-        examples += [f"{name}: {text}" for text in bad[:3]]
-    return ended, examples
+        found = fuzz(decoder, count * decoder.percent // 100, random.Random(seed), guided)
+        found.bad = [f"{name}: {text}" for text in found.bad[:3]]
+        total.add(found)
+    return total
 
 
-@dataclass(frozen=True, slots=True)
-class Decoder:
-    """A decoder: valid inputs, how one is changed, what it may raise, and whether what it made of an input is sound."""
-
-    percent: int
-    seeds: list[bytes]
-    change: Callable[[random.Random, bytes], bytes]
-    decode: Callable[[bytes], Any]
-    errors: tuple[type[Exception], ...]
-    sound: Callable[[bytes, Any], bool]
-
-
-def fuzz(decoder: Decoder, count: int, rng: random.Random) -> tuple[Counter[str], list[str]]:
-    """The same for one decoder."""
-    ended, bad, kept, kinds = Counter[str](), [], [], set()
+def fuzz(decoder: Decoder, count: int, rng: random.Random, guided: bool = True, files: Iterable[str] = FILES) -> Fuzzed:
+    """The same for one decoder. Not guided: only valid inputs are changed, and arcs are counted all the same."""
+    guide, done = Guide(decoder.seeds, files, guided), Fuzzed()
+    most = MOST_GROWTH * max(map(len, decoder.seeds))
+    for seed in decoder.seeds:
+        with suppress(Exception):  # what is made once in a process is made here, not on the path of the first input
+            decoder.decode(seed)
     for _ in range(count):
-        data = origin = rng.choice(kept if kept and rng.random() < 0.3 else decoder.seeds)
-        while data == origin:
-            data = decoder.change(rng, origin)
-        kind = ""
-        try:
-            ending = ACCEPTED if decoder.sound(data, decoder.decode(data)) else "wrongly accepted"
-        except decoder.errors as error:
-            ending, kind = REFUSED, re.sub(r"[0-9]+|'[^']*'", "", str(error))[:80]
-        except Exception as error:
-            ending = f"crash ({type(error).__name__})"
+        origin = guide.parent(rng)
+        other = guide.parent(rng) if rng.random() < SPLICED else origin
+        data = origin.data
+        while data == origin.data or len(data) > most:
+            data = decoder.change(rng, origin.data, other.data)
+        ending = ending_of(decoder, data, guide)
         if ending not in (REFUSED, ACCEPTED):
-            bad.append(f"{ending} {data!r}")
-        elif kind not in kinds and len(kept) < 500:
-            kinds.add(kind)
-            kept.append(data)
-        ended[ending] += 1
-    return ended, bad
+            done.bad.append(f"{ending} {data!r}")
+        guide.learn(data, origin, ending == ACCEPTED)
+        done.ended[ending.partition(":")[0]] += 1
+    done.arcs, done.paths = guide.arcs, len(guide.paths)
+    return done
 
 
-def change_bytes(rng: random.Random, data: bytes) -> bytes:
-    """Some bytes overwritten, removed, inserted or repeated."""
-    at, other = rng.randrange(len(data) + 1), rng.randrange(len(data) + 1)
-    new = rng.choice((b"", bytes([rng.randrange(256)]), b"\xff" * 4, rng.randbytes(8), data[other : other + 16]))
-    return data[:at] + new + data[at + rng.choice((0, 1, 1, len(new), 16)) :]
-
-
-def change_json(rng: random.Random, data: bytes) -> bytes:
-    """Some nodes of the tree replaced by odd ones or by others, removed, or doubled; or some bytes changed."""
+def ending_of(decoder: Decoder, data: bytes, guide: "Guide") -> str:
+    """How an input ended, followed by the guide."""
     try:
-        tree = [json.loads(data)] if rng.random() < 0.8 else []
-    except (ValueError, RecursionError):
-        tree = []
-    slots = [(tree, 0)] if tree else []
-    for node, key in slots:  # grows meanwhile
-        inner = node[key]
-        slots += (
-            [(inner, k) for k in (inner if isinstance(inner, dict) else range(len(inner)))]
-            if isinstance(inner, (dict, list))
-            else []
-        )
-    for _ in range(rng.choice((1, 1, 2, 3)) if slots else 0):
-        (node, key), (other, at) = rng.choice(slots), rng.choice(slots)
-        with suppress(LookupError):  # a change before this one removed it
-            new = rng.choice(EVIL) if rng.random() < 0.5 else json.loads(json.dumps(other[at]))
-            match rng.randrange(4):
-                case 0 if node is not tree:
-                    del node[key]
-                case 1 if isinstance(node, list):
-                    node.insert(key, new)
-                case _:
-                    node[key] = new
-    return json.dumps(tree[0]).encode() if slots else change_bytes(rng, data)
+        found = guide.follow(decoder.decode, data)
+    except decoder.errors:
+        return REFUSED
+    except Exception as error:
+        return f"crash ({type(error).__name__})"
+    try:
+        return ACCEPTED if decoder.sound(data, found) else WRONG
+    except Exception as error:  # what our own code then refuses to write or to read again
+        return f"{WRONG} ({type(error).__name__}): {error}"
 
 
-def change_opcodes(rng: random.Random, data: bytes) -> bytes:
-    """Opcodes of a pickle removed, doubled or moved; or some bytes changed."""
-    parts = list(_opcodes(data))
-    if not parts or rng.random() < 0.4:
-        return change_bytes(rng, data)
-    at, other = rng.randrange(len(parts)), rng.randrange(len(parts))
-    parts[at : at + rng.randrange(3)] = rng.choice(
-        ([], [parts[other]], parts[other : other + 8], [parts[at], parts[at]])
-    )
-    return b"".join(parts)
+class Parent(NamedTuple):
+    """An input, and how many changes ago it was a valid one of ours."""
+
+    data: bytes
+    generation: int
 
 
-@lru_cache(maxsize=1024)
-def _opcodes(data: bytes) -> tuple[bytes, ...]:
-    with suppress(Exception):
-        places = [at for _, _, at in pickletools.genops(data)]
-        return tuple(data[a:b] for a, b in itertools.pairwise([*places, len(data)]))
-    return ()
+class Guide:
+    """Knows what inputs have reached, and which of them are worth changing further."""
+
+    def __init__(self, seeds: list[bytes], files: Iterable[str], keeps: bool) -> None:
+        self.seeds, self.files, self.keeps = [Parent(seed, 0) for seed in seeds], frozenset(files), keeps
+        self.arcs: set[Arc] = set()
+        self.paths: set[int] = set()
+        self.accepted: list[Parent] = []
+        self.refused: list[Parent] = []
+        self._places: dict[int, int] = {}
+        self._here: set[Arc] = set()
+
+    def parent(self, rng: random.Random) -> Parent:
+        """An input to change."""
+        chance = rng.random()
+        if self.refused and chance < FROM_REFUSED:
+            return rng.choice(self.refused)
+        if self.accepted and chance < FROM_REFUSED + FROM_ACCEPTED:
+            return rng.choice(self.accepted)
+        return rng.choice(self.seeds)
+
+    def follow(self, decode: Callable[[bytes], Any], data: bytes) -> Any:
+        """What the decoder makes of an input, or raises; each step from line to line in our files is noted."""
+        for function in CACHES:
+            function.cache_clear()
+        self._here = set()
+        before = sys.gettrace()
+        sys.settrace(self._enter)
+        try:
+            return decode(data)
+        finally:
+            sys.settrace(before)
+
+    def _enter(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        """Called by Python at each call."""
+        name = frame.f_code.co_filename
+        if name not in self.files:
+            return None
+        note, last = self._here.add, -1
+
+        def step(frame: FrameType, _event: str, _argument: Any) -> Any:
+            nonlocal last
+            line = frame.f_lineno
+            note((name, last, line))
+            last = line
+            return step
+
+        return step
+
+    def learn(self, data: bytes, origin: Parent, accepted: bool) -> None:
+        """Note what the input reached that was followed last, and keep it if it is worth changing further."""
+        child = Parent(data, origin.generation + 1)
+        path = hash(frozenset(self._here))
+        new_arc = not self._here <= self.arcs
+        self.arcs |= self._here
+        self.paths.add(path)
+        if not self.keeps:
+            return
+        if not accepted:
+            self.refused += [child] if new_arc else []
+        elif path not in self._places:
+            self._places[path] = len(self.accepted)
+            self.accepted.append(child)
+        elif child.generation <= self.accepted[self._places[path]].generation:
+            # The newest, so that they take turns; but those of many generations have lost what others may need.
+            self.accepted[self._places[path]] = child
 
 
-# ---------------------------------------------------------------- what is sound
+# ---------------------------------------------------------------- how much was reached
 
 
-def sealed(body: bytes) -> bytes:
-    """A manifest with a checksum that fits."""
-    return body + b',\n"checksum": "%s"\n}\n' % xxhash.xxh3_64(body).hexdigest().encode()
+def lines_of(arcs: set[Arc]) -> tuple[int, int]:
+    """How many lines were reached, and how many there are in the functions that were entered."""
+    reached = {(name, line) for name, _, line in arcs}
+    there: set[tuple[str, int]] = set()
+    for module in WATCHED:
+        name = inspect.getfile(module)
+        for code in functions(compile(inspect.getsource(module), name, "exec")):
+            inner = {line for function in functions(code) for line in lines_in(function)}
+            own = {(name, line) for line in lines_in(code) - inner - {code.co_firstlineno}}
+            there |= own if own & reached else set()
+    return len(reached & there), len(there)
 
 
-def sound_manifest(_data: bytes, found: manifests.Manifest) -> bool:
-    """Whether it can be written and read again, its tensors are tiled by boxes of ranks that exist, and names stay inside."""
-    names = [found.file_name(file.rank) for file in found.files]
-    inside = all(re.fullmatch(r"data/[0-9]{8}-[0-9a-f]{8,32}/[0-9]{5,6}\.safetensors", name) for name in names)
-    return inside and manifests.unseal(manifests.seal(found)) == found and tiled(found, found.world)
+def lines_in(code: CodeType) -> set[int]:
+    """The lines of a function."""
+    return {line for _, _, line in code.co_lines() if line}
 
 
-def tiled(found: manifests.Manifest, ranks: int) -> bool:
-    """Whether the boxes of each tensor fill it, without overlap, and belong to these ranks."""
-    for tensor in found.tensors:
-        layout = found.layout_of(tensor)
-        held = [h for rank in range(min(ranks, 64)) for h in layout.held_by(tensor.shape, rank)]
-        boxes = {h.box for h in held if h.box.elements}
-        if sum(box.elements for box in boxes) != math.prod(tensor.shape):
-            return False
-        if any(max(h.holders) >= ranks for h in held):
-            return False
-        if any(a.intersect(b) for a, b in itertools.combinations(list(boxes)[:32], 2)):
-            return False
-    return True
+def functions(code: CodeType) -> Iterator[CodeType]:
+    """The functions in a module or function."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from functions(constant)
+            if constant.co_flags & inspect.CO_OPTIMIZED:  # no class
+                yield constant
 
 
-def sound_header(data: bytes, found: shardfile.Header) -> bool:
-    """Whether another parser of JSON reads the same entries, and they lie one behind the other."""
-    plain = json.loads(data[8:].decode(errors="replace"), strict=False)
-    mine = {n: (e.dtype, list(e.shape), list(e.data_offsets)) for n, e in found.entries.items()}
-    theirs = {n: (e["dtype"], e["shape"], e["data_offsets"]) for n, e in plain.items() if n != "__metadata__"}
-    ends = [0, *(e.data_offsets[1] for e in found.entries.values())]
-    return mine == theirs and ends[:-1] == [e.data_offsets[0] for e in found.entries.values()]
+def reach(done: Fuzzed) -> str:
+    """How much a run reached, in words."""
+    reached, there = lines_of(done.arcs)
+    return f"{len(done.arcs):,} arcs, {reached:,} of {there:,} lines, {done.paths:,} paths"
 
 
-class Plain(pickle._Unpickler):  # noqa: SLF001  # the one in Python: that in C takes any amount of memory
-    """Python's own reader of pickles, for those that name nothing."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Nothing."""
-        raise pickle.UnpicklingError(f"{module}.{name}")
-
-
-def sound_pickle(data: bytes, found: Any) -> bool:
-    """Whether Python reads the same, if it reads it at all without making objects."""
-    with suppress(Exception):
-        return repr(Plain(io.BytesIO(data)).load()) == repr(found)
-    return True
+def main(count: int) -> None:
+    """Show what inputs reach for each decoder, guided and not."""
+    for name, decoder in decoders().items():
+        for guided in (True, False):
+            done = fuzz(decoder, count, random.Random(0), guided)
+            print(f"{name:24}{'guided' if guided else 'not guided':12}{reach(done)}; {dict(done.ended)}")
+            print(*done.bad[:3], sep="\n", end="")
 
 
-# ---------------------------------------------------------------- the decoders
-
-
-class Pair(NamedTuple):
-    """For a value."""
-
-    a: int
-    b: str
-
-
-VALUES = (
-    [
-        None,
-        True,
-        7,
-        2**80,
-        0.5,
-        float("inf"),
-        "text",
-        "\ud800",
-        b"bytes",
-        bytearray(b"a"),
-        1 + 2j,
-        (1, (2,)),
-        {3},
-        frozenset({4}),
-    ],
-    {"a": {1: "b", (2, 3): [forge.Color.RED, forge.Point(1, 2)]}, None: [torch.float32, torch.Size([2, 3])]},
-    [torch.device("cpu"), np.float32(1.5), np.int64(7), Pair(1, "b")],
-)
-
-
-@cache
-def decoders() -> dict[str, Decoder]:
-    """Everything that turns bytes of a checkpoint into something, with inputs that are right."""
-    files = forge.good_files()
-    good = next(data for name, data in files.items() if name.startswith("manifest"))
-    record = json.loads(good)
-    record["layouts"].append({"kind": "boxes", "held": [{"box": [[0], [48]], "ranks": "1"}]})
-    forge.tensor_row(record, "model.bias")["layout"] = len(record["layouts"]) - 1
-    record["layouts"].append({"kind": "grid", "mesh": {"shape": [2, 1], "ranks": "0-1"}, "cuts": [[0, 2], None]})
-    forge.tensor_row(record)["layout"] = len(record["layouts"]) - 1
-    forge.add_value(record, {"dict": [["a", {"tuple": [1, {"float": "nan"}]}]]})
-    del record["checksum"]
-    seeds = [sealed(text[:-1]) for text in (json.dumps(record).encode(), good[:-SEAL_BYTES] + b"}")]
-    shards = [data for name, data in files.items() if name.endswith("safetensors")]
-    heads = [with_length(data[8 : 8 + struct.unpack("<Q", data[:8])[0]].rstrip()) for data in shards]
-    codec = Codec(forge.KNOWN_TYPES)
-    refusals = (ValueError, LookupError, milepost.CheckpointError)
-    return {
-        "manifest": Decoder(20, seeds, change_bytes, manifests.unseal, refusals[:2], lambda data, _: data in seeds),
-        "manifest, sealed again": Decoder(
-            20,
-            seeds,
-            lambda rng, data: sealed(change_json(rng, data[:-SEAL_BYTES] + b"}")[:-1]),
-            manifests.unseal,
-            refusals[:2],
-            sound_manifest,
-        ),
-        "header": Decoder(
-            20,
-            heads,
-            lambda rng, data: with_length(change_json(rng, data[8:])),
-            lambda data: shardfile.read_header(data, len(data) + described(data), forge.BLOCK_BYTES),
-            refusals[:1],
-            sound_header,
-        ),
-        "value": Decoder(
-            20,
-            [msgspec.json.encode(codec.encode(value, "x")) for value in VALUES],
-            change_json,
-            lambda data: codec.decode(msgspec.json.decode(data), "x"),
-            refusals[::2],
-            lambda _, found: codec.encode(codec.decode(codec.encode(found, "x"), "x"), "x") == codec.encode(found, "x"),
-        ),
-        "pickle": Decoder(
-            15, pickles(), change_opcodes, lambda data: read_content(one_record(data), "x"), refusals[2:], sound_pickle
-        ),
-        "DCP metadata": Decoder(
-            5,
-            [dcp_files()[".metadata"]],
-            change_opcodes,
-            recognised,
-            refusals[2:],
-            lambda _, found: tiled(found, len(found.files)),
-        ),
-    }
-
-
-def with_length(text: bytes) -> bytes:
-    """A header that says how long it is."""
-    return struct.pack("<Q", len(text)) + text
-
-
-def described(data: bytes) -> int:
-    """How many bytes the last entry of a header says that the file has behind the header; for every 8th, something else."""
-    ends = re.findall(rb"\[ *[0-9]+, *([0-9]{1,9}) *\]", data)
-    return int(ends[-1]) if ends and len(data) % 8 else 4096
-
-
-def one_record(data: bytes) -> Any:
-    """What stands for an archive whose only record is this pickle."""
-    return SimpleNamespace(prefix="x/", records={"x/data.pkl": SimpleNamespace(crc=0)}, read=lambda _: data)
-
-
-def pickles() -> list[bytes]:
-    """Pickles as torch writes them, and one that names nothing."""
-    buffer = io.BytesIO()
-    torch.save(on_foreign.good_state(), buffer)
-    with zipfile.ZipFile(buffer) as archive:
-        data = archive.read("archive/data.pkl")
-    plain = {"a": [1, 2.5, None, True, b"x", (1, 2, 3, 4)], "b": {"c": {7, 8}, "d": 2**70}, 3: frozenset({"e"})}
-    return [data, pickle.dumps(plain, 2), pickle.dumps(plain, 5)]
-
-
-@cache
-def dcp_files() -> dict[str, bytes]:
-    """The files of a small checkpoint of DCP."""
-    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        dcp.save({"a": {"b": torch.zeros(4, 3), "c": torch.zeros(2)}}, checkpoint_id=folder)
-        return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-
-def recognised(metadata: bytes) -> manifests.Manifest:
-    """What DCP's metadata say, with the data of `dcp_files`."""
-    store = milepost.MemoryStore()
-    store.objects.update(dcp_files() | {".metadata": metadata})
-    found = recognise(store)
-    assert found is not None
-    return found.manifest
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -4,8 +4,8 @@
     `torch.load` execute what a checkpoint says, each in a process of its own, with the same input given to Milepost.
 19  Checkpoints that claim far more than they hold, each read in a process of its own that may map 1 GiB more than it has
     once torch is imported (RLIMIT_AS; torch alone maps more than 1 GiB). CPU seconds are of opening and reading only.
-20  Inputs of five decoders, made from valid ones by changes to their JSON, opcodes and bytes; half of the manifests sealed
-    again. Seeded. Not guided by coverage: what gives a new kind of error joins the seeds.
+20  Inputs of seven decoders, made from valid ones by changes to their JSON, opcodes and bytes; most of the manifests are
+    sealed again. Seeded, and guided by the lines of our code that each input reaches (`faults_fuzz.py` says how).
 
 Everything runs in forks of one child that has imported torch, so that a crash is an ending like any other.
 """
@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fault_rows import Counting, FaultRow
-from faults_fuzz import ACCEPTED, REFUSED, fuzz_all
+from faults_fuzz import ACCEPTED, REFUSED, Fuzzed, fuzz_all, reach
 from torch.distributed.checkpoint import format_utils
 
 import milepost
@@ -46,7 +46,7 @@ from attacks.on_values import canary  # noqa: E402
 
 MOST_BYTES, MOST_CPU_S, GIVE_UP_S = 1 << 30, 1.0, 10
 READ, EXECUTED = "read without harm", "executed"
-FULL_INPUTS, QUICK_INPUTS = 1_000_000, 10_000
+FULL_INPUTS, QUICK_INPUTS, COMPARED_INPUTS = 1_000_000, 5_000, 50_000
 FORKS = multiprocessing.get_context("fork")
 MORE_FORBIDDEN = ("socket.connect", "socket.bind", "os.fork", "os.spawn", "pty.spawn", "ctypes.dlopen")
 Group = tuple[int, str, dict[str, int], str]
@@ -57,7 +57,7 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
     """Rows 17, 19 and 20. Takes some seconds, or minutes if `full`."""
     counts = {(number, who): Counting() for number in (17, 19, 20) for who in ("Milepost", "DCP")}
     notes: dict[int, list[str]] = {17: [], 19: [], 20: []}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
     command = [sys.executable, __file__, "full" if full else "quick", str(folder)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
     for number, who, endings, note in map(json.loads, done.stdout.splitlines()):
@@ -74,7 +74,11 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
     keys = "10^6 keys, " if full else ""
     how = f"2^45 elements, headers of 1 GB, nesting 10^5, {keys}also in zip and pickle; 1 GiB of memory and 1 s of CPU"
     yield row(19, "resource bombs", how, (REFUSED, READ))
-    how = "structure-aware mutations of valid inputs of five decoders, seeded; half of the manifests sealed again"
+    how = "changes to JSON, opcodes and bytes of valid inputs of seven decoders; every input is traced, and one that takes a "
+    how += (
+        "new step between lines of our code, or is accepted on a new path, is changed further and mixed with others; "
+    )
+    how += "C code is not seen; seeded"
     yield row(20, "fuzzed input", how, (REFUSED, ACCEPTED))
 
 
@@ -311,11 +315,16 @@ def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
 
         return make
 
+    def entries() -> bytes:
+        entry = '"' + PREFIX + '%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+        return ("{" + ",".join(entry % i for i in range(KEYS)) + "}").encode()
+
     def header(path: Path) -> None:
         forge.make_good(path)
-        entry = '"' + PREFIX + '%d":{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
-        text = "{" + ",".join(entry % i for i in range(KEYS)) + "}"
-        forge.write_shard(path, text.encode(), forge.read_shard(path)[1])
+        forge.write_shard(path, entries(), forge.read_shard(path)[1])
+
+    def safetensors(path: Path) -> None:
+        path.write_bytes(struct.pack("<Q", len(entries())) + entries())
 
     def keys() -> bytes:
         names = ((PREFIX + str(i)).encode() for i in range(KEYS))
@@ -338,6 +347,7 @@ def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
     }  # integers of one hash: dicts are slow with them
     yield "value_of_keys_alike", lambda path: forge.forge_manifest(path, lambda record: forge.add_value(record, alike))
     yield "header_10_to_the_6", header
+    yield "safetensors_header_10_to_the_6", safetensors
     yield "torch_pickle_10_to_the_6", lambda path: on_foreign.make_torch(path, keys())
     yield "dcp_metadata_10_to_the_6", lambda path: on_foreign.forge_pickle(path, keys())
     yield "torch_directory_10_to_the_6", directory
@@ -347,11 +357,17 @@ def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 
 def fuzzing(full: bool) -> Iterator[Group]:
-    """All decoders, in two processes if there is much to do."""
+    """All decoders, in two processes if there is much to do; then also what as many inputs reach guided and not guided."""
     count, jobs = (FULL_INPUTS, 2) if full else (QUICK_INPUTS, 1)
-    with FORKS.Pool(jobs) as pool:
-        for ended, bad in pool.map(fuzz_all, [(seed, count // jobs) for seed in range(jobs)]):
-            yield 20, "Milepost", ended, "; ".join(bad)
+    total = Fuzzed()
+    with FORKS.Pool(jobs, maxtasksperchild=1) as pool:
+        for found in pool.imap(fuzz_all, [(seed, count // jobs, True) for seed in range(jobs)], 1):
+            total.add(found)
+        yield 20, "Milepost", total.ended, "; ".join([f"reached {reach(total)} of the decoders", *total.bad])
+        if full:
+            guided, plain = pool.map(fuzz_all, [(0, COMPARED_INPUTS, True), (0, COMPARED_INPUTS, False)], 1)
+            note = f"{COMPARED_INPUTS:,} inputs reach {reach(guided)}; not guided {reach(plain)}"
+            yield 20, "Milepost", guided.ended + plain.ended, "; ".join([note, *guided.bad, *plain.bad])
 
 
 if __name__ == "__main__":

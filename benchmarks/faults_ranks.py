@@ -18,6 +18,7 @@ from typing import Any
 
 import faults_kills as kit
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fault_rows import Counting, FaultRow
 from faults_kills import DEADLINE_S, HANG_S, WORLD, Job, Library, Rank, names, spread, state_of, target
@@ -29,7 +30,9 @@ from milepost.comm.distributed import ranks_of
 from milepost.testing import CountingStore, TroubledComm
 
 SAVE = ("starting", "describing the state", "agreeing on the layout", "writing", "comparing values", "committing")
-LOAD = ("opening", "matching", "reading", "applying")
+LOAD = ("opening", "matching", "sharing out", "reading", "sending", "applying")
+SHARED = ("sharing out", "sending")
+"""Steps of ranks that read for each other, which needs a process group."""
 NAMED, HANG, UNNAMED = "all others raise and name the rank", "others hang", "others do not name the rank"
 
 
@@ -71,7 +74,7 @@ def call_with_trouble(trouble: Trouble, state: dict[str, Any], where: Any, comm:
         more = {"more": torch.ones(1)} if comm.rank == WORLD - 1 else {}
         milepost.save({**state, **more, "odd": comm.rank}, where, on_difference="warn", process_group=comm)
     else:
-        milepost.load(state, where, process_group=comm)
+        milepost.load(state, where, process_group=comm, share_reads=comm.group is not None)
 
 
 HOOKS: dict[str, Callable[[], Any]] = {
@@ -86,7 +89,9 @@ def meet_trouble(rank: Rank, trouble: Trouble, where: Path) -> None:
     """Save once in peace, then meet trouble."""
     milepost.save(state_of(rank, 1), where)
     comm: Any = ranks_of(None, DEADLINE_S)
-    if rank.rank == trouble.victim:
+    if rank.rank == trouble.victim and trouble.step == "sending":
+        dist.broadcast = lambda *_, **__: HOOKS[trouble.kind]()
+    elif rank.rank == trouble.victim:
         comm = TroubledComm(comm, {trouble.step: HOOKS[trouble.kind]})
     rank.say("ready")
     call_with_trouble(trouble, state_of(rank, 2), where, comm)
@@ -107,7 +112,8 @@ def in_processes(library: Library, trouble: Trouble, where: Path) -> str:
     """How trouble of a real process ends."""
     with Job(WORLD, meet_trouble if library == "milepost" else meet_trouble_in_dcp, trouble, where) as job:
         job.await_all("ready")
-        deadline = time.monotonic() + HANG_S
+        # Who sends has a deadline for that too.
+        deadline = time.monotonic() + HANG_S + (DEADLINE_S if trouble.step == "sending" else 0.0)
         ends = [job.last_words(rank, deadline) for rank in range(WORLD) if rank != trouble.victim]
     ending = trouble.judge([None if end is None else end[2] if end[0] == "raised" else "" for end in ends])
     intact = library == "dcp" or kit.found_at("milepost", where) == 1
@@ -201,7 +207,12 @@ def ranks_in_trouble(full: bool, folder: Path) -> FaultRow:
         for kind in (("dies", "stops") if full else ("dies",))
         for at in everywhere
     ]
-    trials += [(in_threads, Trouble("never arrives", *at), "") for at in everywhere]
+    trials += [(in_threads, Trouble("never arrives", *at), "") for at in everywhere if at[0] not in SHARED]
+    if full:
+        for kind, step in (("never arrives", "sharing out"), ("never arrives", "sending"), ("raises", "sending")):
+            trials += [
+                (in_processes, "milepost", Trouble(kind, step, v), folder / f"{kind}-{step}-{v}") for v in victims
+            ]
     for step, lead, word in RAISES:
         trials += [(in_threads, Trouble("raises", step, v), word) for v in ((lead,) if lead is not None else victims)]
     cases = [(kind, method) for kind in ("raises", "dies", "stops") for method in ("create_local_plan", "resolve_data")]

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import errno
 import gc
-import math
 import os
 import signal
 import subprocess
@@ -30,6 +29,7 @@ from milepost.core.limits import BLOCK_BYTES, MIB
 from milepost.staging.copying import Copier
 from milepost.store import LocalStore
 from ranks import spawn
+from tensors import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch's own, the first time that it meets complex32
 TIMEOUT_S = 60.0
@@ -40,16 +40,6 @@ DTYPE_NAMES = [name for name in DTYPES if hasattr(torch, name)]
 
 
 # ---------------------------------------------------------------- states, and what is left of them
-
-
-def random_tensor(dtype, *shape, seed=0):
-    """Any bits; booleans are 0 or 1."""
-    high = 2 if dtype == "bool" else 256
-    count = math.prod(shape) * DTYPES[dtype].size_bytes
-    content = np.random.default_rng(seed).integers(0, high, count, dtype=np.uint8)
-    return (
-        torch.empty(count, dtype=torch.uint8).copy_(torch.from_numpy(content)).view(getattr(torch, dtype)).view(shape)
-    )
 
 
 def every_form():

@@ -314,6 +314,15 @@ def test_metrics_are_read_from_the_checkpoints_by_a_new_job(tmp_path):
     assert keeper.best() == 1
 
 
+def test_metrics_that_are_no_numbers_of_ours_do_not_count(tmp_path):
+    for step, loss in enumerate(("1_0", "٣", b"1", 10**400), start=1):
+        milepost.save(state(step), tmp_path / step_name(step), metadata={"metrics": {"loss": loss}})
+    keeper = Checkpointer(tmp_path, keep_best=1, best="loss")
+    assert keeper.best() is None
+    keeper.save(9, state(9), metrics={"loss": 2.0})
+    assert (keeper.steps(), keeper.best()) == ([9], 9)
+
+
 def test_a_run_that_goes_back_keeps_what_it_saves_and_can_remove_what_lies_ahead(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
     keeper.save(100, state(100))

@@ -2,10 +2,13 @@
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 
 import pytest
 import torch
+import xxhash
 
 import milepost
 from milepost.commit import sweep
@@ -168,6 +171,39 @@ def test_what_no_reader_would_accept_is_not_committed(tmp_path):
     manifest = milepost.open(tmp_path).manifest
     with pytest.raises(ValueError, match="files"):
         seal(type(manifest)(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": ()}))
+
+
+def test_more_tensors_than_a_file_may_have_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr("milepost.core.shardfile.MAX_ENTRIES", 6)
+    milepost.save({f"k{i}": torch.ones(2) for i in range(4)}, tmp_path)
+    with pytest.raises(milepost.InvalidState, match=r"00000\.safetensors cannot be written: 7 entries.* fewer tensors"):
+        milepost.save({f"k{i}": torch.ones(2) for i in range(5)}, tmp_path)
+    assert len(milepost.open(tmp_path).state()) == 4
+
+
+POOR = """
+import resource, sys
+from pathlib import Path
+from milepost.commit import parse
+from milepost.errors import UnsafeCheckpoint
+data = Path(sys.argv[1]).read_bytes()
+mapped = 1024 * int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0])
+resource.setrlimit(resource.RLIMIT_AS, (mapped + 64 * 2**20,) * 2)
+try:
+    parse("here", 1, data)
+except UnsafeCheckpoint as error:
+    print(error)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_manifest_that_takes_more_memory_than_there_is_is_refused(tmp_path):
+    body = b'{"tree": [' + b",".join([b'[0,0,""]'] * 2_000_000) + b"]"
+    path = tmp_path / "manifest"
+    path.write_bytes(body + f',\n"checksum": "{xxhash.xxh3_64(body).hexdigest()}"\n}}\n'.encode())
+    command = [sys.executable, "-c", POOR, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert "takes more memory to read than there is" in done.stdout
 
 
 def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import milepost
 from milepost import sharing
-from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing
 from milepost.loading import _pays
 from milepost.report import Found
 from milepost.sharing import agree_to_share
@@ -142,6 +142,18 @@ def load_with_trouble(rank, where):
     dist.barrier()
 
 
+def load_while_one_sends_nothing(rank, where):
+    if rank == 1:
+        dist.broadcast = lambda *_, **__: time.sleep(9)
+        milepost_fails = pytest.raises(CheckpointError)
+    else:
+        milepost_fails = pytest.raises(RanksMissing, match=r"rank 1 .*sending")
+    start = time.monotonic()
+    with milepost_fails:
+        milepost.load(blank(whole()), where, share_reads=True, timeout_s=2)
+    assert rank == 1 or time.monotonic() - start < 8
+
+
 def load_different(rank, where):
     target = blank(whole())
     if rank == 2:
@@ -155,6 +167,7 @@ def load_different(rank, where):
 def test_an_error_on_a_reader_or_a_receiver_reaches_all_and_different_wishes_are_not_shared(tmp_path):
     milepost.save(whole(), tmp_path)
     spawn(3, load_with_trouble, tmp_path)
+    spawn(3, load_while_one_sends_nothing, tmp_path)
     spawn(3, load_different, tmp_path)
     (path,) = tmp_path.glob("data/*/*.safetensors")
     with path.open("r+b") as file:

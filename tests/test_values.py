@@ -431,6 +431,29 @@ def test_any_json_is_a_value_or_refused_with_a_value_error_or_our_own(data):
         Codec(TYPES).decode(data, "k")
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        {"int": "0x1_0"},
+        {"int": " 0x10"},
+        {"int": "10"},
+        {"int": "0X10"},
+        {"int": "0x٣"},
+        {"int": "+0x10"},
+        {"int": "0x00"},
+        {"int": b"0x10"},
+        {"flag": ["Access", "1"]},
+        {"flag": ["Access", 1.9]},
+        {"torch.Size": "12"},
+        {"torch.Size": ["1_0", " 2"]},
+        {"torch.Size": [1.9]},
+    ],
+)
+def test_numbers_that_are_spelled_as_nobody_writes_them_are_refused(data):
+    with pytest.raises(ValueError, match=r"'k' holds a damaged (int|flag|torch.Size)"):
+        Codec(TYPES).decode(data, "k")
+
+
 NESTED = {
     "list": lambda inner: {"list": [inner]},
     "tuple": lambda inner: {"tuple": [inner]},

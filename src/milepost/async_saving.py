@@ -38,8 +38,8 @@ class AsyncSaver:
     `stage`: how the state is copied. "host": into host memory, before the call returns. "device": on the GPU, from where it
     goes to host memory in the background. "overlap": the call returns at once, and the copy is made while the next forward
     and backward run: nobody may change the state before `wait_staged()`; pass `optimizer=` to `save`, and its `step` waits by
-    itself, and all that it does not own is copied before the call returns. "auto": "device" where the GPU has room for a
-    second copy, else "overlap" if there is an `optimizer=`, else "host".
+    itself, and all that it does not own is copied before the call returns. "auto": "device" where the GPU has room (for two
+    copies before the first such save, so that later ones find it too), else "overlap" if there is an `optimizer=`, else "host".
     `staging_bytes`: the most host memory for copies; by default what is free. What does not fit is written first, from where
     it is, while the caller waits.
     `when_busy`: what a save does while another is under way: "wait", or "refuse" (raise SaveInFlight, on all ranks alike).

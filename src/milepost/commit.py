@@ -27,6 +27,7 @@ from milepost.errors import (
     CheckpointNotFound,
     InvalidRequest,
     SaveConflict,
+    UnsafeCheckpoint,
     UnsupportedFormat,
 )
 from milepost.pause import CollectionPaused
@@ -111,6 +112,8 @@ def parse(url: str, generation: int, data: bytes) -> Manifest:
         raise UnsupportedFormat(f"{where}: {error.args[0]}. Update Milepost to read it.") from None
     except ValueError as error:
         raise CheckpointDamaged(f"{where} is damaged: {error}") from None
+    except MemoryError:
+        raise UnsafeCheckpoint(f"{where} has {len(data)} bytes, and takes more memory to read than there is") from None
     if manifest.generation != generation:
         raise CheckpointDamaged(f"{where} is the manifest of generation {manifest.generation}; was it renamed?")
     return manifest

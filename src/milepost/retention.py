@@ -5,8 +5,11 @@ A step is a folder under the root, `step-0000000100`, with a checkpoint in it. O
     1. what older saves left in it is swept, so that nothing older comes to light in step 3
     2. a marker, `manifest-<generation>.json.removed`, is created: it holds the id of the save that is removed
     3. that save's manifest is deleted: from here on there is no checkpoint
-    4. that save's data is deleted
+    4. once that is durable, that save's data is deleted
     5. the marker is deleted
+
+So after a power cut, too, a step that has a manifest has its data: the marker and what was swept are durable before step 3
+(creating the marker syncs the folder), and the end of the manifest before step 4. What comes later needs no sync.
 
 A removal that was cut short left its marker, by which the next one finishes it. A folder without manifest and without
 marker is a save under way, or one that died, and is never touched. A marker names one save id, which no other save ever
@@ -250,8 +253,8 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
     try:
         spelled = {name: value for name, value in manifest.metadata["dict"] if isinstance(name, str)}
         found = Codec().decode(spelled.get(METRICS, {"dict": []}), METRICS)
-        return {str(name): float(value) for name, value in found.items()}
-    except (CheckpointError, TypeError, ValueError, KeyError, AttributeError):
+        return {str(name): float(value) for name, value in found.items() if not isinstance(value, (str, bytes))}
+    except (CheckpointError, TypeError, ValueError, KeyError, AttributeError, OverflowError):
         return {}  # somebody else's metadata
 
 
@@ -278,8 +281,10 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         if intended_generation(save_id) != generation:
             _log.warning("%s/%s is no marker of ours, and is left alone", place.url, marker)
             continue
-        if _belongs(place, generation, save_id):
-            place.delete(manifest_name(generation))
+        # Durably: a power cut that brings back a manifest, and not its data, would leave a step that is listed and cannot be
+        # loaded. Also where it is gone, since who deleted it may have died before the sync; then by a name that is never used.
+        belongs = _belongs(place, generation, save_id)
+        place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
         for name in [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")]:
             place.delete(name)
         place.delete(marker)

@@ -3,10 +3,11 @@
 Every rank works out the same list of units for each process group whose members hold the same boxes, and who reads
 which. The lists are compared before anything is read; if they differ anywhere, every rank reads for itself. Units are
 read straight into the reader's own tensors. Only when all ranks have read, and verified, without an error does the
-exchange begin: so nobody ever waits for data that will not come.
+exchange begin: so nobody waits for data that will not come, unless a rank dies or stops just then. Hence a deadline.
 """
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any, NamedTuple
 
 import msgspec
@@ -20,6 +21,7 @@ from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.plan import read_plan
 from milepost.core.ranks import pack_ranks, unpack_ranks
+from milepost.errors import CheckpointError
 from milepost.memory import as_bits
 from milepost.place import Placement, placement_of
 from milepost.tensors import Part, Sharers
@@ -81,19 +83,28 @@ class Exchange:
         for device in {unit.target.device for unit in self._units}:
             self._buffers[device] = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
 
-    def run(self) -> None:
-        """Send what this rank has read, and receive the rest. A collective of the group."""
+    def run(self, timeout_s: float) -> None:
+        """Send what this rank has read, and receive the rest, waiting so long for each message. A collective of the group."""
         troubles: list[Exception] = []
         for reader, units in _messages(self._units):
             direct = _as_it_is(units)
             message = self._buffers[units[0].target.device][: sum(map(_bytes, units))] if direct is None else direct
             if direct is None and reader == self._me:
                 _attempt(troubles, _pack, units, message)
-            dist.broadcast(message, group_src=reader, group=self.sharers.group)
+            self._broadcast(message, reader, timeout_s)
             if direct is None and reader != self._me:
                 _attempt(troubles, _unpack, units, message)
         if troubles:
             raise troubles[0]
+
+    def _broadcast(self, message: torch.Tensor, reader: int, timeout_s: float) -> None:
+        try:
+            work = dist.broadcast(message, group_src=reader, group=self.sharers.group, async_op=True)
+            if work is not None:
+                work.wait(timedelta(seconds=timeout_s))
+        except RuntimeError as error:
+            read_by = self.sharers.ranks[reader]
+            raise CheckpointError(f"what rank {read_by} had read did not get through to all: {error}") from error
 
 
 def _attempt(

@@ -120,8 +120,7 @@ class Meter:
 
     def check(self) -> None:
         """Raises SaveCancelled if somebody asked for that."""
-        if self._cancelled is not None and self._cancelled.is_set():
-            raise SaveCancelled("the save was cancelled; nothing of it remains")
+        check_cancelled(self._cancelled)
 
     def tell(self) -> None:
         """Tell the watcher, if the last time is long enough ago."""
@@ -143,6 +142,12 @@ class Meter:
             # A picture of the work must not be able to stop the work.
             _log.warning("the progress callback failed and is not called again", exc_info=True)
             self._watcher = None
+
+
+def check_cancelled(cancelled: threading.Event | None) -> None:
+    """Raises SaveCancelled if somebody asked for that."""
+    if cancelled is not None and cancelled.is_set():
+        raise SaveCancelled("the save was cancelled; nothing of it remains")
 
 
 def new_pages(size_bytes: int) -> mmap.mmap:

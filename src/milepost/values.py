@@ -10,6 +10,7 @@ import dataclasses
 import enum
 import math
 import pickle
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Iterable
@@ -24,6 +25,7 @@ from milepost.core.tree import is_namedtuple, make_namedtuple
 from milepost.errors import InvalidRequest, InvalidState, UnsupportedFormat
 
 _JSON_INT = 2**53
+_HEX = re.compile(r"-?0x[1-9a-f][0-9a-f]*")
 _KEY_LETTERS = 200
 _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
@@ -120,7 +122,7 @@ class Codec:
     def decode_flag(self, content: Any, key: str) -> Any:
         """Flags of an enum that the caller passed."""
         kind, number = self._decode_class(content, key, "enum")
-        return kind(int(number))
+        return kind(_int(number))
 
     def decode_dataclass(self, content: Any, key: str, depth: int) -> Any:
         """An instance of a dataclass that the caller passed; its fields are set without running its `__init__`."""
@@ -154,6 +156,19 @@ def _text(data: bytes) -> str:
 
 def _bytes(text: str) -> bytes:
     return base64.b64decode(text, validate=True)
+
+
+def _int(number: Any) -> int:
+    # Not `int(number)`, which takes text, too: digits of every script, underscores, spaces.
+    if type(number) is not int:
+        raise TypeError("a whole number was expected")
+    return number
+
+
+def _decode_hex(text: Any) -> int:
+    if not _HEX.fullmatch(text):
+        raise TypeError("a number as `hex` writes it was expected")
+    return int(text, 16)
 
 
 def _encode_float(value: float) -> Any:
@@ -267,7 +282,7 @@ def _decode_torch(name: str, content: Any) -> Any:
             raise ValueError(f"torch has no dtype {content!r}")
         return found
     if name == "Size":
-        return torch.Size([int(n) for n in content])
+        return torch.Size([_int(n) for n in content])
     if not isinstance(content, str):  # a number would mean the device that this machine has
         raise TypeError("a device's name was expected")
     try:
@@ -277,7 +292,7 @@ def _decode_torch(name: str, content: Any) -> Any:
 
 
 _READ: dict[str, Callable[[Codec, Any, str, int], Any]] = {
-    "int": lambda c, v, k, d: int(v, 16),
+    "int": lambda c, v, k, d: _decode_hex(v),
     "float": lambda c, v, k, d: _FLOATS[v],
     "str": lambda c, v, k, d: _bytes(v).decode("utf-8", "surrogatepass"),
     "complex": lambda c, v, k, d: complex(_decode_float(v[0]), _decode_float(v[1])),

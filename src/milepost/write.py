@@ -20,6 +20,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
+from milepost.errors import InvalidState
 from milepost.memory import Block, Late, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.pause import CollectionPaused
 from milepost.store import Store, Writer
@@ -65,8 +66,11 @@ def write_shard(
     # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
     entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
-    with CollectionPaused():
-        head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
+    try:
+        with CollectionPaused():
+            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
+    except ValueError as error:
+        raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
     writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
     try:

@@ -290,6 +290,13 @@ def test_a_manifest_with_a_hostile_line_is_refused(kind):
 
 
 TREES = {
+    "no nodes": [],
+    "a name twice": [
+        [0, None, "dict"],
+        *([1, "a", "tensor", k] for k in "wxy"),
+        [1, "b", "value", "step"],
+        [1, "c", "per_rank", "rng"],
+    ],
     "a key twice": [[0, None, "dict"], *([1, k, "tensor", "w"] for k in "ab")],
     "a leaf with children": [[0, None, "dict"], [1, "w", "tensor", "w"], [2, "x", "tensor", "x"]],
     "a kind that runs code": [[0, None, "defaultdict:eval"]],
@@ -303,6 +310,14 @@ TREES = {
 def test_a_manifest_with_a_hostile_tree_is_refused(kind):
     with pytest.raises(ValueError):
         unseal(as_file({**as_record(small()), "tree": TREES[kind]}))
+
+
+@pytest.mark.parametrize("field", ["tensors", "values", "per_rank"])
+def test_a_table_with_more_keys_than_the_tree_is_refused_before_its_lines_are_looked_at(field):
+    record = as_record(small())
+    record[field] *= 200
+    with pytest.raises(ValueError, match="more keys than its tree has places"):
+        unseal(as_file(record))
 
 
 @pytest.mark.parametrize("field", ["metadata", "surprise", "tree"])

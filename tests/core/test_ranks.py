@@ -1,5 +1,7 @@
 """Ranks as text."""
 
+import re
+
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
@@ -28,6 +30,15 @@ def test_any_text_is_a_list_of_ranks_in_range_or_refused_with_a_value_error(text
         return
     assert len(ranks) <= MAX_RANKS
     assert all(0 <= rank < MAX_RANKS for rank in ranks)
+    assert all(number == str(int(number)) for number in re.split("[,-]", text) if text)
+
+
+@pytest.mark.parametrize(
+    "text", ["٣", "0-٣", "³", "03", "0-07", "+1", "1_0", " 1", "1 ", "0,", ",", "1-", "-1", "0-1-2"]
+)
+def test_only_what_is_written_is_read_as_ranks(text):
+    with pytest.raises(ValueError, match="not a list of ranks"):
+        unpack_ranks(text)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 import struct
+import time
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES, STORED_SIZES
-from milepost.core.limits import MAX_BLOCK_BYTES, MAX_DIMS, MAX_HEADER_BYTES, PAGE_BYTES
+from milepost.core.limits import MAX_BLOCK_BYTES, MAX_DIMS, MAX_ENTRIES, MAX_HEADER_BYTES, PAGE_BYTES
 from milepost.core.shardfile import (
     CHECKSUMS,
     PRIVATE,
@@ -100,6 +101,27 @@ def test_a_header_larger_than_the_format_allows_is_refused_before_it_is_written(
     new = [NewEntry(f"{name}{i}", "int8", (0,)) for i in range(MAX_HEADER_BYTES // 1000)]
     with pytest.raises(ValueError, match="fewer tensors"):
         make_header(new, {}, BLOCK)
+
+
+def test_two_hundred_thousand_tensors_are_far_from_the_limit():
+    new = [NewEntry(f"model.layers.{i}.{{weight}}[0:1,0:7]", "float32", (1, 7)) for i in range(200_000)]
+    data, header = make_header(new, {"format": "milepost"}, BLOCK)
+    assert read(data, header) == header
+
+
+def test_writer_and_reader_have_one_limit_on_the_number_of_entries(monkeypatch):
+    notes = {"format": "milepost"}
+    most = [NewEntry(f"n{i}", "int8", (1,)) for i in range(8)]
+    one_more, braced = [*most, NewEntry("n8", "int8", (1,))], [*most[1:], NewEntry("{", "int8", (1,))]
+    too_many = [make_header(new, notes, BLOCK) for new in (one_more, braced)]
+    monkeypatch.setattr("milepost.core.shardfile.MAX_ENTRIES", len(most) + 2)  # the notes and the table count too
+    data, header = make_header(most, notes, BLOCK)
+    assert read(data, header) == header
+    for new, (data, header) in zip((one_more, braced), too_many, strict=True):
+        with pytest.raises(ValueError, match=r"11 entries.*fewer tensors a rank"):
+            make_header(new, notes, BLOCK)
+        with pytest.raises(ValueError, match="11 entries is over the limit of 10"):
+            read(data, header)
 
 
 # ---- refusals
@@ -198,6 +220,15 @@ def test_a_hostile_header_is_refused_with_a_value_error(kind):
     data = packed(HOSTILE[kind])
     with pytest.raises(ValueError):
         read_header(data, len(data), BLOCK)
+
+
+@pytest.mark.parametrize("entry", [b'"%d":{}', b'"%d" : {"dtype":"U8","shape":[0],"data_offset\\u0073":[0,0]}'])
+def test_more_entries_than_any_file_has_are_refused_before_they_are_parsed(entry):
+    data = packed(b"{" + b",".join(entry % i for i in range(MAX_ENTRIES + 1)) + b"}")
+    start = time.process_time()
+    with pytest.raises(ValueError, match="over the limit"):
+        read_header(data, len(data), BLOCK)
+    assert time.process_time() - start < 0.25
 
 
 @st.composite

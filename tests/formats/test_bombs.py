@@ -204,6 +204,39 @@ def test_an_expanded_view_with_wide_gaps_is_read_once(tmp_path):
     assert time.monotonic() - began < PER_BOMB_S
 
 
+@pytest.mark.parametrize(
+    ("to", "modules", "others"),
+    [("torch", ("archive", "write_zip"), 6), ("safetensors", ("huggingface", "write_hf"), 1)],
+)
+def test_writers_and_readers_have_one_limit_on_the_entries_of_a_file(tmp_path, monkeypatch, to, modules, others):
+    state = {f"k{i}": torch.full((3,), i) for i in range(5)}
+    milepost.save(state, tmp_path / "source")
+    for limit in (len(state) + others, len(state) + others - 1):
+        for module in modules:
+            monkeypatch.setattr(f"milepost.formats.{module}.MAX_ENTRIES", limit)
+        if limit == len(state) + others:
+            milepost.convert(tmp_path / "source", tmp_path / "most", to)
+            assert all(
+                torch.equal(tensor, state[key]) for key, tensor in milepost.open(tmp_path / "most").state().items()
+            )
+    with pytest.raises(milepost.InvalidRequest, match=f"{limit + 1} (records|entries)"):
+        milepost.convert(tmp_path / "source", tmp_path / "more", to)
+    with pytest.raises(milepost.UnsafeCheckpoint, match=f"most.* {limit + 1} (records|entries), over {limit}"):
+        milepost.open(tmp_path / "most")
+
+
+def test_extra_fields_of_an_archive_are_not_walked_through_one_by_one(tmp_path):
+    torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    with zipfile.ZipFile(tmp_path / "a.pt", "a") as archive:
+        for i in range(200):
+            more = zipfile.ZipInfo(f"a/data/more-{i}")
+            more.extra = b"\2\0\0\0" * 16_000
+            archive.writestr(more, b"")
+    start = time.process_time()
+    assert torch.equal(milepost.open(tmp_path / "a.pt").state()["a"], torch.ones(3))
+    assert time.process_time() - start < 0.3
+
+
 def safetensors_file(path, entries, data_bytes):
     head = ("{" + ",".join(f"{json.dumps(key)}:{json.dumps(entry)}" for key, entry in entries) + "}").encode()
     path.write_bytes(struct.pack("<Q", len(head)) + head + os.urandom(data_bytes))

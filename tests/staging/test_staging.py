@@ -1,11 +1,10 @@
 """Staging: the copy is exact, memory is kept and bounded, and the caller goes on when it may."""
 
-import math
 import os
 import threading
 import time
+from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -23,20 +22,11 @@ from milepost.staging.copying import Copier, Copy, Moment
 from milepost.state import PerRank
 from milepost.values import Codec
 from strategies import examples
+from tensors import random_tensor
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch's own, the first time that it meets complex32
 DTYPE_NAMES = [name for name in DTYPES if hasattr(torch, name)]
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-
-
-def random_tensor(dtype, *shape, seed=0):
-    """Any bits; booleans are 0 or 1."""
-    high = 2 if dtype == "bool" else 256
-    count = math.prod(shape) * DTYPES[dtype].size_bytes
-    content = np.random.default_rng(seed).integers(0, high, count, dtype=np.uint8)
-    return (
-        torch.empty(count, dtype=torch.uint8).copy_(torch.from_numpy(content)).view(getattr(torch, dtype)).view(shape)
-    )
 
 
 def raw(tensor):
@@ -297,3 +287,19 @@ def test_batches_of_pieces_copy_what_a_gpu_would_be_asked_to_copy(monkeypatch):
     for source, target in zip(sources, targets, strict=True):
         resolved = source.resolve_conj().resolve_neg().contiguous()
         assert torch.equal(resolved.view(-1).view(torch.uint8), target.view(-1).view(torch.uint8))
+
+
+def test_copies_on_a_device_share_few_blocks_that_training_does_not_want(monkeypatch):
+    monkeypatch.setattr(copying, "_SLAB_BYTES", 4096)
+    sources = [random_tensor(dtype, 7, 30, seed=i) for i, dtype in enumerate(DTYPE_NAMES)]
+    sources += [torch.tensor(3.5), torch.empty(0, 4), random_tensor("int8", 10_000), random_tensor("float32", 9, 4).T]
+    clones = copying.clone_on_devices(sources)
+    for source, clone in zip(sources, clones, strict=True):
+        assert clone.dtype == source.dtype
+        assert clone.shape == source.shape
+        assert raw(clone) == raw(source.contiguous())
+    blocks = {clone.untyped_storage().data_ptr(): clone.untyped_storage().nbytes() for clone in clones if clone.nbytes}
+    assert len(blocks) < len(sources) / 2
+    assert sum(blocks.values()) < sum(clone.nbytes for clone in clones) + 512 * len(clones)
+    places = sorted((clone.data_ptr(), clone.data_ptr() + clone.nbytes) for clone in clones if clone.nbytes)
+    assert all(end <= start for (_, end), (start, _) in pairwise(places))

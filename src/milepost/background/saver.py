@@ -18,10 +18,11 @@ from milepost.background.writers import Writers, is_broken
 from milepost.comm import Comm, Phase, together, told
 from milepost.core.agreement import Plans
 from milepost.describing import Described
-from milepost.errors import InvalidRequest, SaveCancelled, SaveInFlight, WriterDied
+from milepost.errors import InvalidRequest, SaveInFlight, WriterDied
 from milepost.saving import Receipt, SaveOptions, save_state
 from milepost.staging import Owned, Stager, Staging, Way
 from milepost.store import Store
+from milepost.transfer import check_cancelled
 
 _log = logging.getLogger("milepost")
 Background = Literal["thread", "process"]
@@ -81,7 +82,7 @@ class BackgroundSaver:
         store = _pickled(work.store) if self._background == "process" else b""
         earlier = self._make_room(work.store.url)
         if earlier is not None:
-            self._fail(work, store, earlier)
+            self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, earlier))
             raise earlier
         staging: Staging | None = None
         trouble: BaseException | None = None
@@ -103,13 +104,15 @@ class BackgroundSaver:
     def refuse(self, work: Work, error: BaseException) -> None:
         """Take part in the save that the other ranks begin, in order to fail it with this error. Does not raise it."""
         store = _pickled(work.store) if self._background == "process" else b""
-        self._fail(work, store, self._make_room(work.store.url) or error)
+        trouble = self._make_room(work.store.url) or error
+        self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, trouble))
 
-    def _fail(self, work: Work, store: bytes, error: BaseException) -> None:
+    def _fail(self, url: str, take_part: Callable[[PendingSave], Receipt]) -> None:
+        """Let the others, who wait in the background, hear of an error that is raised here."""
         if self._front.size > 1:
-            pending = PendingSave(work.store.url, _set())
+            pending = PendingSave(url, _set())
             pending.mark_told()
-            self._run(pending, lambda: self._save(pending, work, store, None, error))
+            self._run(pending, lambda: take_part(pending))
 
     def save_copied(
         self, url: str, copy: Callable[[], T], write: Callable[[Callable[[], T], Comm], Receipt]
@@ -117,10 +120,7 @@ class BackgroundSaver:
         """Begin a save of what planners and storage of other kinds need: `copy` is called now, `write` in a thread."""
         earlier = self._make_room(url)
         if earlier is not None:
-            if self._front.size > 1:
-                failing = PendingSave(url, _set())
-                failing.mark_told()
-                self._run(failing, lambda: write(_raising(earlier), self._comm))
+            self._fail(url, lambda _: write(_raising(earlier), self._comm))
             raise earlier
         try:
             copied = _giving(copy())
@@ -180,7 +180,7 @@ class BackgroundSaver:
                 raise trouble
             staging.copy()
             staging.settle()
-            _check(options)
+            check_cancelled(options.cancelled)
             return staging.described()
 
         return save_state(None, store, comm, options, describing)
@@ -197,7 +197,7 @@ class BackgroundSaver:
         if staging is not None and staging.fits():
             try:
                 staging.copy()
-                _check(options)
+                check_cancelled(options.cancelled)
             except Exception as error:  # noqa: BLE001  # raised on every rank
                 staging, trouble = None, error
         self._choose_writers(work.store.url)
@@ -340,11 +340,6 @@ def _set() -> threading.Event:
     event = threading.Event()
     event.set()
     return event
-
-
-def _check(options: SaveOptions) -> None:
-    if options.cancelled is not None and options.cancelled.is_set():
-        raise SaveCancelled("the save was cancelled; nothing of it remains")
 
 
 def _was_described(_: Comm) -> NoReturn:

@@ -49,6 +49,10 @@ class Comm(Protocol):
     def group(self) -> Any:
         """The process group of these ranks, through which tensors can be sent; None where there is none."""
 
+    @property
+    def timeout_s(self) -> float:
+        """The longest that this rank waits for the others, each time."""
+
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the lead, in order of rank, and what it decides to everybody.
 
@@ -87,6 +91,7 @@ class Solo:
     size = 1
     lead = 0
     group: Any = None
+    timeout_s = 0.0
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """What is decided from the one payload."""

@@ -88,9 +88,9 @@ class BoardComm:
         lead: int = 0,
         group: Any = None,
     ) -> None:
-        self._board, self._rank, self._size, self._timeout_s = board, rank, size, timeout_s
+        self._board, self._rank, self._size = board, rank, size
         self._index_of, self._lead = index_of, lead
-        self.group = group
+        self.group, self.timeout_s = group, timeout_s
         self._phases: OrderedDict[int, Phase] = OrderedDict()
 
     @property
@@ -146,7 +146,7 @@ class BoardComm:
             self._board.pin(f"{number}/all", Outcome(phase.wire).pack())
             return notes[self._rank]
         self._heed(early or self._await(number, phase, announced=True), phase)
-        found = self._board.read([f"{number}/to/{self._rank}"], self._timeout_s)[0]
+        found = self._board.read([f"{number}/to/{self._rank}"], self.timeout_s)[0]
         self._board.remove(f"{number}/to/{self._rank}")
         return found or b""
 
@@ -179,7 +179,7 @@ class BoardComm:
     def aside(self) -> "BoardComm":
         """The same ranks on a board of their own, without the process group."""
         board = self._board.aside(f"aside/{self._board.count(f'asides/{self._rank}')}")
-        return BoardComm(board, self._rank, self._size, self._timeout_s, self._index_of, self._lead)
+        return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._lead)
 
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already.
@@ -199,10 +199,10 @@ class BoardComm:
 
     def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
         others = [rank for rank in range(self._size) if rank != self._lead]
-        notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self._timeout_s), strict=True))
+        notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self.timeout_s), strict=True))
         missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
-            return Outcome(phase.wire, missing=missing, waited_s=self._timeout_s)
+            return Outcome(phase.wire, missing=missing, waited_s=self.timeout_s)
         notes[self._lead] = phase.wire + payload
         packed = [notes[rank] or b"" for rank in range(self._size)]
         odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] not in (phase.wire, _GONE)}
@@ -228,7 +228,7 @@ class BoardComm:
             self._board.remove(f"{old}/all")
 
     def _await(self, number: int, phase: Phase, announced: bool = False) -> Outcome:
-        waited = self._timeout_s + min(_GRACE_S, self._timeout_s)
+        waited = self.timeout_s + min(_GRACE_S, self.timeout_s)
         found = self._board.read([f"{number}/all"], waited)[0]
         if found is not None:
             return Outcome.unpack(found)

@@ -6,6 +6,7 @@ GIB = 1024 * MIB
 
 MAX_MANIFEST_BYTES = 256 * MIB
 MAX_HEADER_BYTES = 100 * 1000 * 1000  # the limit of the safetensors format itself
+MAX_ENTRIES = 2**19  # of one file: a shard file, a safetensors file, an archive of torch. Writers keep to it too
 MAX_DIMS = 64  # torch's own limit
 MAX_ELEMENTS = 2**60
 MAX_DEPTH = 100

@@ -156,8 +156,7 @@ def unseal(data: bytes) -> Manifest:
         raise ValueError("its checksum does not fit its content")
     text = b"".join((body, b"}"))
     try:
-        _check_version(text)
-        manifest = _MANIFEST.decode(text)
+        manifest = _decode(text)
         check(manifest)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
@@ -167,8 +166,17 @@ def unseal(data: bytes) -> Manifest:
     return manifest
 
 
-def _check_version(text: bytes) -> None:
-    head = _HEAD.decode(text)
+def _decode(text: bytes) -> Manifest:
+    try:
+        manifest = _MANIFEST.decode(text)
+    except ValueError:
+        _check_version(_HEAD.decode(text))  # one of another version may have other fields
+        raise
+    _check_version(manifest)
+    return manifest
+
+
+def _check_version(head: "Manifest | _Head") -> None:
     if head.format != FORMAT:
         raise ValueError("it is not a manifest of Milepost")
     if head.version != VERSION:
@@ -193,19 +201,29 @@ def check(manifest: Manifest) -> None:
     if not 1 <= manifest.world <= MAX_RANKS:
         raise ValueError(f"it names {manifest.world} ranks")
     check_block_bytes(manifest.block_bytes)
+    _check_tree(manifest)
     for layout in manifest.layouts:
         _check_ranks(layout, manifest.world)
-    alike: set[tuple[object, ...]] = set()
-    for tensor in manifest.tensors:
-        looks = (tensor.dtype, tensor.shape, tensor.layout, tensor.parts, tensor.turn, tensor.kind)
-        if looks not in alike:  # once, however many tensors share a long layout
-            _check_tensor(tensor, manifest.layouts)
-            manifest.layout_of(tensor).check(tensor.shape)
-            alike.add(looks)
+    held_bytes = _check_tensors(manifest)
     for per_rank in manifest.per_rank:
         _check_holders(unpack_ranks(per_rank.ranks), manifest.world)
-    _check_files(manifest)
-    _check_tree(manifest)
+    _check_files(manifest, held_bytes)
+
+
+def _check_tensors(manifest: Manifest) -> int:
+    """Refuse tensors that cannot be. Gives the bytes that they take, but for those that were transformed."""
+    alike: dict[tuple[object, ...], int] = {}
+    held_bytes = 0
+    for tensor in manifest.tensors:
+        looks = (tensor.dtype, tensor.shape, tensor.layout, tensor.parts, tensor.turn, tensor.kind)
+        size = alike.get(looks)
+        if size is None:  # once, however many tensors share a long layout
+            _check_tensor(tensor, manifest.layouts)
+            manifest.layout_of(tensor).check(tensor.shape)
+            size = alike[looks] = math.prod(tensor.shape) * DTYPES[tensor.dtype].size_bytes
+        if not tensor.transforms:
+            held_bytes += size
+    return held_bytes
 
 
 def _check_ranks(layout: Layout, world: int) -> None:
@@ -258,27 +276,28 @@ def check_kind(tensor: Tensor) -> None:
         raise ValueError(f"tensor {tensor.key[:80]!r} cannot be {tensor.kind} of {tensor.dtype}")
 
 
-def _check_files(manifest: Manifest) -> None:
+def _check_files(manifest: Manifest, held_bytes: int) -> None:
     ranks = [f.rank for f in manifest.files]
     if len(set(ranks)) != len(ranks) or not all(0 <= r < manifest.world for r in ranks):
         raise ValueError("its list of files names a rank twice, or one that does not exist")
     for file in manifest.files:
         if not 8 <= file.header_bytes <= min(file.size_bytes, MAX_HEADER_BYTES):
             raise ValueError(f"the file of rank {file.rank} cannot have a header of {file.header_bytes} bytes")
-    held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in manifest.tensors if not t.transforms)
-    if held > sum(f.size_bytes - f.header_bytes for f in manifest.files):
+    if held_bytes > sum(f.size_bytes - f.header_bytes for f in manifest.files):
         raise ValueError("its tensors are larger than its files")
 
 
 def _check_tree(manifest: Manifest) -> None:
+    if len(manifest.tensors) + len(manifest.values) + len(manifest.per_rank) > len(manifest.tree):
+        raise ValueError("its tables list more keys than its tree has places for")
     check_kinds(manifest.tree)
-    check_names(grow(manifest.tree))
     tables = {
         "tensor": [t.key for t in manifest.tensors],
         "value": [v.key for v in manifest.values],
         "per_rank": [p.key for p in manifest.per_rank],
     }
     check_leaves(manifest.tree, tables)
+    check_names(grow(manifest.tree))
 
 
 def check_names(root: Branch) -> None:

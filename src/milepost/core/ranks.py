@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from functools import lru_cache
 
+from milepost.core.digits import number_of
 from milepost.core.limits import MAX_RANKS
 
 
@@ -23,9 +24,9 @@ def unpack_ranks(text: str) -> tuple[int, ...]:
     ranks: list[int] = []
     for run in text.split(",") if text else ():
         first, dash, last = run.partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        start, stop = number_of(first), number_of(last if dash else first)
+        if start is None or stop is None:
             raise ValueError(f"{text[:80]!r} is not a list of ranks")
-        start, stop = int(first), int(last if dash else first)
         if stop < start or stop >= MAX_RANKS or len(ranks) + stop - start >= MAX_RANKS:
             raise ValueError(f"{text[:80]!r} is not a list of at most {MAX_RANKS} ranks")
         ranks.extend(range(start, stop + 1))

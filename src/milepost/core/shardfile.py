@@ -17,7 +17,7 @@ import xxhash
 
 from milepost.core.box import Box, Shape, check_shape
 from milepost.core.dtypes import DTYPES, STORED_SIZES
-from milepost.core.limits import MAX_BLOCK_BYTES, MAX_HEADER_BYTES, PAGE_BYTES
+from milepost.core.limits import MAX_BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, PAGE_BYTES
 
 CHECKSUMS = "@checksums"
 PRIVATE = "@private"
@@ -113,6 +113,11 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) ->
     table = Entry("U64", (blocks,), (position, position + 8 * blocks))
     record = {"__metadata__": notes, **entries, CHECKSUMS: table}
     text = msgspec.json.encode(record)
+    if count_entries(text) > MAX_ENTRIES:
+        raise ValueError(
+            f"{count_entries(text)} entries are more than the {MAX_ENTRIES} that a file may have (a brace in a key counts "
+            "as one); save fewer tensors a rank"
+        )
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     if length > MAX_HEADER_BYTES:
         raise ValueError(
@@ -128,36 +133,54 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
         raise ValueError(f"a header cannot have {len(data)} bytes")
     if struct.unpack("<Q", data[:8])[0] != len(data) - 8:
         raise ValueError("the header's own length is not the one that the manifest names")
+    if count_entries(data, 8) > MAX_ENTRIES:  # before they are parsed, which takes a microsecond for each
+        raise ValueError(f"a header of {count_entries(data, 8)} entries is over the limit of {MAX_ENTRIES}")
     try:
-        notes = _NOTES.decode(data[8:]).notes
-        entries = _ENTRIES.decode(data[8:])
+        text = memoryview(data)[8:]
+        notes = _NOTES.decode(text).notes
+        entries = _ENTRIES.decode(text)
         entries.pop("__metadata__", None)
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
-    position = 0
-    for name, entry in entries.items():
-        _check_entry(name, entry, position)
-        position = entry.data_offsets[1]
     if not entries or next(reversed(entries)) != CHECKSUMS:
         raise ValueError("the last entry is not the table of checksums")
+    _check_entries(entries)
     table = entries[CHECKSUMS]
-    data_bytes = table.data_offsets[0]
+    data_bytes, end = table.data_offsets
     if table.dtype != "U64" or table.shape != (block_count(data_bytes, block_bytes),):
         raise ValueError("the table of checksums does not fit the data")
-    if len(data) + position != file_bytes:
-        raise ValueError(f"the header describes {len(data) + position} bytes and the file has {file_bytes}")
+    if len(data) + end != file_bytes:
+        raise ValueError(f"the header describes {len(data) + end} bytes and the file has {file_bytes}")
     return Header(entries, notes, len(data), data_bytes, table.size_bytes)
 
 
-def _check_entry(name: str, entry: Entry, position: int) -> None:
+def count_entries(data: bytes, start: int = 0) -> int:
+    """How many entries the JSON of a header has at most, without parsing it: each has a brace, and so may names."""
+    return data.count(b"{", start) - 1
+
+
+def _check_entries(entries: dict[str, Entry]) -> None:
+    """Refuse entries that do not follow each other without gaps, or whose size does not fit type and shape."""
+    sizes: dict[tuple[str, Shape], int] = {}  # worked out once for all that look alike
+    position = 0
+    for name, entry in entries.items():
+        looks = (entry.dtype, entry.shape)
+        size = sizes.get(looks)
+        if size is None:
+            size = sizes[looks] = _stored_bytes(name, entry)
+        start, end = entry.data_offsets
+        if start != position or end - start != size:
+            raise ValueError(
+                f"entry {name[:80]!r} overlaps another, leaves a gap, or has a size that does not fit its shape"
+            )
+        position = end
+
+
+def _stored_bytes(name: str, entry: Entry) -> int:
     if entry.dtype not in STORED_SIZES:
         raise ValueError(f"entry {name[:80]!r} has the unknown type {entry.dtype[:20]!r}")
     check_shape(entry.shape)
-    start, end = entry.data_offsets
-    if start != position or end - start != math.prod(entry.shape) * STORED_SIZES[entry.dtype]:
-        raise ValueError(
-            f"entry {name[:80]!r} overlaps another, leaves a gap, or has a size that does not fit its shape"
-        )
+    return math.prod(entry.shape) * STORED_SIZES[entry.dtype]
 
 
 def check_block_bytes(block_bytes: int) -> None:

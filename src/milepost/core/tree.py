@@ -218,11 +218,12 @@ def grow(nodes: Iterable[Node]) -> Branch:
     stack: list[Branch] = []
     root: Branch | None = None
     for node in nodes:
-        if not 0 <= node.depth <= MAX_DEPTH + 1:
-            raise ValueError(f"a tree has depths up to {MAX_DEPTH}, not {node.depth}")
-        if (node.depth == 0) != (root is None) or node.depth > len(stack):
+        depth = node.depth
+        if not 0 <= depth <= MAX_DEPTH + 1:
+            raise ValueError(f"a tree has depths up to {MAX_DEPTH}, not {depth}")
+        if (depth == 0) != (root is None) or depth > len(stack):
             raise ValueError("the list of nodes is not a tree")
-        del stack[node.depth :]
+        del stack[depth:]
         branch = Branch(node, [])
         if root is None:
             root = branch

@@ -5,10 +5,11 @@ Only positions are worked out here; nothing is extracted, and every position is 
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from milepost.core.limits import KIB, MIB
-from milepost.errors import CheckpointDamaged, UnsupportedFormat
+import msgspec
+
+from milepost.core.limits import KIB, MAX_ENTRIES, MIB
+from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Reader
 
 Read = Callable[[int, int], bytes]
@@ -19,13 +20,14 @@ _WINDOW_BYTES = 16 * KIB
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
-_CENTRAL = struct.Struct("<4s4B4HL2L5H2L")
+_CENTRAL = struct.Struct("<4s4x2H4x3L3H8xL")  # only what is looked at
 _LOCAL = struct.Struct("<4s2B4HL2L2H")
 _FULL = 0xFFFFFFFF
+_MAX_EXTRAS = 8
+"""How many extra fields of a record are looked at. Torch writes one; a hostile archive could have 16,000 in each."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(msgspec.Struct, frozen=True, gc=False):
     """One record of an archive: where its local header is, its size, and the CRC-32 of its bytes (0: not known)."""
 
     header_at: int
@@ -63,6 +65,10 @@ class Archive:
         self._directory_at, directory_bytes, count = self._find_directory()
         if directory_bytes > _MAX_DIRECTORY_BYTES or self._directory_at + directory_bytes > length:
             raise self._damaged("its directory lies outside of it")
+        if count > directory_bytes // _CENTRAL.size:
+            raise self._damaged("its directory is too short")
+        if count > MAX_ENTRIES:  # before they are looked at, which takes a microsecond for each
+            raise UnsafeCheckpoint(f"{what} is an archive of {count} records, over {MAX_ENTRIES}")
         self.records = self._read_directory(self._bytes(self._directory_at, directory_bytes), count)
         self.prefix = self._find_prefix()
 
@@ -95,28 +101,28 @@ class Archive:
         return at, size, count
 
     def _read_directory(self, data: bytes, count: int) -> dict[str, Stored]:
+        """The records by name."""
         records: dict[str, Stored] = {}
-        at = 0
-        for _ in range(min(count, len(data) // _CENTRAL.size)):
-            if at + _CENTRAL.size > len(data):
+        unpack = _CENTRAL.unpack_from
+        at, stop, latest = 0, len(data) - _CENTRAL.size, self._directory_at
+        for _ in range(count):
+            if at > stop:
                 raise self._damaged("its directory is too short")
-            fields = _CENTRAL.unpack_from(data, at)
-            mark, flags, method, crc, packed, size = fields[0], fields[5], fields[6], fields[9], fields[10], fields[11]
-            name_bytes, extra_bytes, comment_bytes, header_at = fields[12], fields[13], fields[14], fields[18]
-            at += _CENTRAL.size
-            name = data[at : at + name_bytes].decode("utf-8", "replace")
-            extra = data[at + name_bytes : at + name_bytes + extra_bytes]
-            at += name_bytes + extra_bytes + comment_bytes
+            mark, flags, method, crc, packed, size, name_bytes, extra_bytes, comment_bytes, header_at = unpack(data, at)
+            at += _CENTRAL.size + name_bytes
+            name = data[at - name_bytes : at].decode("utf-8", "replace")
             if mark != b"PK\1\2" or name in records:
                 raise self._damaged("its directory is damaged")
-            if method != 0 or flags & 1:
+            if method or flags & 1:
                 raise UnsupportedFormat(
                     f"{self._what} holds {name[:200]!r} compressed or encrypted, as torch never does"
                 )
-            size, packed, header_at = _wide(extra, [size, packed, header_at])
-            if size != packed or header_at + size > self._directory_at:
+            if extra_bytes:
+                size, packed, header_at = _wide(data[at : at + extra_bytes], [size, packed, header_at])
+            if size != packed or header_at + size > latest:
                 raise self._damaged(f"its record {name[:200]!r} has no possible size")
             records[name] = Stored(header_at, size, crc)
+            at += extra_bytes + comment_bytes
         if len(records) != count or at != len(data):
             raise self._damaged("its directory is damaged")
         return records
@@ -158,7 +164,9 @@ class Archive:
 def _wide(extra: bytes, values: list[int]) -> list[int]:
     """The values, those that did not fit 32 bits replaced by what the extra field has for them."""
     at = 0
-    while at + 4 <= len(extra):
+    for _ in range(_MAX_EXTRAS):
+        if at + 4 > len(extra):
+            break
         kind, size = struct.unpack_from("<HH", extra, at)
         if kind == 1:
             wide = iter(struct.unpack_from(f"<{min(size, len(extra) - at - 4) // 8}Q", extra, at + 4))

@@ -8,6 +8,7 @@ from typing import Any
 import xxhash
 
 from milepost.core.box import Box, Shape, check_shape
+from milepost.core.digits import number_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH, MAX_DIMS, MAX_RANKS, MIB
 from milepost.core.tree import Path
@@ -26,7 +27,6 @@ from milepost.store.base import check_name
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 512 * MIB
 _MAX_TRANSFORMS = 16
-_MAX_DIGITS = 18
 _RANK = re.compile(r"__([0-9]{1,6})_[0-9]+\.distcp")
 _CHECKPOINT = "torch.distributed.checkpoint"
 _SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
@@ -354,6 +354,5 @@ def _finished(node: Any) -> Any:
 
 
 def _number(name: Any) -> Any:
-    if not isinstance(name, str) or len(name) > _MAX_DIGITS or not (name.isascii() and name.isdigit()):
-        return name
-    return int(name) if str(int(name)) == name else name
+    number = number_of(name) if isinstance(name, str) else None
+    return name if number is None else number

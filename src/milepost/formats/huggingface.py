@@ -9,8 +9,8 @@ import xxhash
 
 from milepost.core.box import Box, check_shape
 from milepost.core.dtypes import DTYPES, STORED_SIZES
-from milepost.core.limits import MAX_HEADER_BYTES, MIB
-from milepost.core.shardfile import Entry
+from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES, MIB
+from milepost.core.shardfile import Entry, count_entries
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
 from milepost.formats.files import Spot
 from milepost.formats.virtual import Found, Piece, Placed
@@ -117,6 +117,8 @@ def _parse(
     head: bytes, file_bytes: int, what: str
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, tuple[int, ...]]]:
     """The entries of a header, its notes, and where the parts of cut tensors lie in them."""
+    if count_entries(head, 8) > MAX_ENTRIES:  # before they are parsed, which takes a microsecond for each
+        raise UnsafeCheckpoint(f"{what} has a header of {count_entries(head, 8)} entries, over {MAX_ENTRIES}")
     try:
         notes = _NOTES.decode(head[8:]).notes
         entries = _ENTRIES.decode(head[8:])

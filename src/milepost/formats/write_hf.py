@@ -11,7 +11,8 @@ import msgspec
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import MAX_HEADER_BYTES
+from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES
+from milepost.core.shardfile import count_entries
 from milepost.errors import InvalidRequest
 
 INDEX = "model.safetensors.index.json"
@@ -114,6 +115,11 @@ def _file(name: str, tensors: list[HfTensor], notes: Mapping[str, str]) -> HfFil
         record[tensor.key] = {"dtype": kind, "shape": shape, "data_offsets": (position, end)}
         starts[tensor.key], position = position, end
     text = msgspec.json.encode(record)
+    if count_entries(text) > MAX_ENTRIES:
+        raise InvalidRequest(
+            f"{name} would have {count_entries(text)} entries (a brace in a key counts as one), and its readers accept "
+            f"{MAX_ENTRIES}. Choose a smaller max_shard_bytes."
+        )
     length = -(-len(text) // 8) * 8
     if length + 8 > MAX_HEADER_BYTES:
         raise InvalidRequest(f"{name} would have a header of {length} bytes, over {MAX_HEADER_BYTES}")

@@ -24,7 +24,7 @@ from milepost.core.ranks import pack_ranks
 from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
-from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, StorageError
+from milepost.errors import CheckpointError, InvalidRequest, InvalidState, RanksDisagree, StorageError
 from milepost.formats.write_content import Content, Late, LateReader, Piece, write_range
 from milepost.store import Store
 from milepost.transfer import Meter, Transfer
@@ -132,9 +132,12 @@ def _write_shard(
     # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
     entries.sort(key=lambda entry: -DTYPES[entry.dtype].size_bytes)
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
-    head, header = make_header(entries, notes, BLOCK_BYTES)
-    first, stop = header.header_bytes, header.header_bytes + header.data_bytes
     name = shard_name(save_id, rank)
+    try:
+        head, header = make_header(entries, notes, BLOCK_BYTES)
+    except ValueError as error:
+        raise InvalidState(f"{store.url}/{name} cannot be written: {error}") from None
+    first, stop = header.header_bytes, header.header_bytes + header.data_bytes
     pieces = [
         Piece(first + header.entries[entry.name].data_offsets[0], entry.size_bytes, late[entry.name])
         for entry in entries

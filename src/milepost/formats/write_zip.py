@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import xxhash
 
+from milepost.core.limits import MAX_ENTRIES
+from milepost.errors import InvalidRequest
 from milepost.formats.write_content import Content, Data, Piece, Sum, Summed, bytes_in
 
 _ALIGN = 64
@@ -65,6 +67,11 @@ class Archive:
             self._add(f"data/{number}", storage)
         self._add("version", b"3\n")
         self._add(".data/serialization_id", self._identity(pickled))
+        if len(self._records) > MAX_ENTRIES:
+            raise InvalidRequest(
+                f"an archive of torch.save would have {len(self._records)} records, and its readers accept {MAX_ENTRIES}. "
+                "Leave tensors out (rename={key: None}), or write another format."
+            )
         self._directory_at = self._records[-1].end
         end = self._directory([known or 0 for known in self._known])
         self.size_bytes = self._directory_at + len(end)

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
+from milepost.core.digits import number_of
 from milepost.tensors import Sharded
 
 PATH_ITEM = str | int
@@ -148,8 +149,7 @@ def _key_in(container: Mapping[Any, Any], step: PATH_ITEM) -> Any:
     if step in container:
         return step
     # Numbers first: an optimizer has thousands of them.
-    if isinstance(step, str) and len(step) < 20 and step.isascii() and step.isdigit():
-        number = int(step)
-        if str(number) == step and number in container:
-            return number
+    number = number_of(step) if isinstance(step, str) else None
+    if number is not None and number in container:
+        return number
     return next((key for key in container if not isinstance(key, str) and str(key) == str(step)), step)

@@ -18,6 +18,8 @@ _BATCH_COPIES = 32
 _BATCH_BYTES = 256 * MIB
 _ORDINARY = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
 _SMALL_BYTES = MIB
+_SLAB_BYTES = 1024 * MIB
+_ALIGN_BYTES = 512
 _THREADS = 4
 
 
@@ -181,7 +183,7 @@ def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
     Raises torch.OutOfMemoryError where there is no room.
     """
     with torch.no_grad():
-        clones = [torch.empty(source.shape, dtype=source.dtype, device=source.device) for source in sources]
+        clones = _places_on_devices(sources)
         small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for source, clone in zip(sources, clones, strict=True):
             bits = _bits(source)
@@ -195,6 +197,35 @@ def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
             # Many at once: thousands of small tensors would take longer to ask for than to copy.
             torch._foreach_copy_(targets, theirs)
     return clones
+
+
+def _places_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Memory for a copy of each, cut from few large blocks.
+
+    Blocks of the size of each would be those that training has given back and asks for again in its next step. It would have
+    to get new ones from the driver then, which took a second.
+    """
+    places: list[torch.Tensor] = [torch.empty(0)] * len(sources)
+    for run in _runs(sources):
+        lengths = [-(-sources[i].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for i in run]
+        memory = torch.empty(sum(lengths), dtype=torch.uint8, device=sources[run[0]].device)
+        for i, piece in zip(run, torch.split(memory, lengths), strict=True):
+            places[i] = piece[: sources[i].nbytes].view(sources[i].dtype).view(sources[i].shape)
+    return places
+
+
+def _runs(sources: list[torch.Tensor]) -> Iterator[list[int]]:
+    """Their numbers, in groups on one device that share a block."""
+    runs: dict[torch.device, list[int]] = {}
+    sizes: dict[torch.device, int] = {}
+    for i, source in enumerate(sources):
+        device = source.device
+        if sizes.get(device, 0) + source.nbytes > _SLAB_BYTES and device in runs:
+            yield runs.pop(device)
+            sizes[device] = 0
+        runs.setdefault(device, []).append(i)
+        sizes[device] = sizes.get(device, 0) + source.nbytes
+    yield from runs.values()
 
 
 def room_on(device: torch.device) -> int:

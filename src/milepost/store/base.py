@@ -73,8 +73,11 @@ class Store(Protocol):
     def list(self, prefix: str) -> Iterator[str]:
         """The names that start with `prefix`, in any order, unfinished objects included."""
 
-    def delete(self, name: str) -> None:
-        """Remove an object if it is there."""
+    def delete(self, name: str, *, durable: bool = False) -> None:
+        """Remove an object if it is there.
+
+        `durable`: return once a power loss cannot bring it back, also if somebody else has just removed it.
+        """
 
 
 def check_name(name: str) -> tuple[str, ...]:

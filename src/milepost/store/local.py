@@ -31,10 +31,12 @@ _TRIES = 20
 
 
 class LocalStore:
-    """Bytes by name in a folder, which is made when something is first written."""
+    """Bytes by name in a folder, which is made when something is first written, and goes if that comes to nothing."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
+        # The root, and folders above it, that this store made. Forgotten once something was created in them: then they stay.
+        self._made: set[Path] = set()
 
     @property
     def url(self) -> str:
@@ -59,6 +61,7 @@ class LocalStore:
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 raise NotDurable(f"{error}; it was taken back", errno=error.errno) from error
+            self._made.clear()
         finally:
             writer.abort()
 
@@ -95,10 +98,13 @@ class LocalStore:
         path = self._path(name)
         with _explained("create", path):
             try:
-                handle = _create_file(self.root, check_name(name))
+                handle = _create_file(self.root, check_name(name), self._made)
             except FileExistsError:
                 raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-        return LocalWriter(path, handle, self.root, size_bytes, direct)
+            except BaseException:
+                _remove_empty(path.parent, self.root, self._made)
+                raise
+        return LocalWriter(path, handle, self.root, size_bytes, direct, self._made)
 
     def reader(self, name: str) -> "LocalReader":
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
@@ -133,8 +139,11 @@ class LocalStore:
                 elif name.startswith(prefix):
                     yield name
 
-    def delete(self, name: str) -> None:
-        """Remove an object if it is there, and the folders that it leaves empty."""
+    def delete(self, name: str, *, durable: bool = False) -> None:
+        """Remove an object if it is there, and the folders that it leaves empty.
+
+        `durable`: its folder is synced, whether the object was still there or not.
+        """
         path = self._path(name)
         with _explained("delete", path), contextlib.suppress(FileNotFoundError):
             folder = _folder_inside(self.root, check_name(name))
@@ -142,7 +151,10 @@ class LocalStore:
                 os.unlink(path.name, dir_fd=folder)
             finally:
                 os.close(folder)
-        _remove_empty(path.parent, self.root)
+        if durable:
+            with _explained("sync", path):
+                _sync_nearest(path.parent)
+        _remove_empty(path.parent, self.root, self._made)
 
     def _path(self, name: str) -> Path:
         return self.root.joinpath(*check_name(name))
@@ -154,8 +166,11 @@ class LocalWriter:
     `commit` syncs it and the folders that lead to it.
     """
 
-    def __init__(self, path: Path, handle: int, root: Path, size_bytes: int, direct: bool) -> None:
+    def __init__(
+        self, path: Path, handle: int, root: Path, size_bytes: int, direct: bool, made: set[Path] | None = None
+    ) -> None:
         self._path, self._handle, self._root = path, handle, root
+        self._made = set() if made is None else made
         self._direct: int | None = None
         try:
             with _explained("make room for", path):
@@ -211,7 +226,7 @@ class LocalWriter:
             self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
-        _remove_empty(self._path.parent, self._root)
+        _remove_empty(self._path.parent, self._root, self._made)
 
     def _close(self) -> None:
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
@@ -369,23 +384,24 @@ def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
     return UnsafeCheckpoint(f"{where} is or goes through a link or special file; a checkpoint holds none")
 
 
-def _create_file(root: Path, parts: tuple[str, ...]) -> int:
-    """Open a new file for writing, making the folders that it needs."""
+def _create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
+    """Open a new file for writing, making the folders that it needs; `made` gets those that are not below `root`."""
     for _ in range(_TRIES):
         # Another save that cleans up may remove a folder between the two calls, while it is still empty.
         with contextlib.suppress(FileNotFoundError):
-            _make_folders(root)
+            _make_folders(root, made)
             return _open_inside(root, parts, os.O_CREAT | os.O_EXCL | os.O_WRONLY, make=True)
     raise StorageError(f"cannot create {root.joinpath(*parts)}: its folder is removed again and again by someone else")
 
 
-def _make_folders(folder: Path) -> None:
+def _make_folders(folder: Path, made: set[Path]) -> None:
     """Make a folder and its parents. Each new one is synced into its parent: without that, a power cut can undo it."""
     if folder.is_dir():
         return
-    _make_folders(folder.parent)
+    _make_folders(folder.parent, made)
     with contextlib.suppress(FileExistsError):
         os.mkdir(folder)
+        made.add(folder)
     _sync_folder(folder.parent)
 
 
@@ -396,12 +412,23 @@ def _make_folder(name: str, parent: int) -> None:
         os.fsync(parent)
 
 
-def _remove_empty(folder: Path, root: Path) -> None:
-    """Remove a folder below `root` and its parents, as far as they are empty."""
-    with contextlib.suppress(OSError):  # not empty, or another rank was faster
+def _remove_empty(folder: Path, root: Path, made: set[Path]) -> None:
+    """Remove a folder below `root` and its parents, as far as they are empty: `root` and those above it only if in `made`.
+
+    Whoever is about to create a file in one of them makes it again: see `_create_file`.
+    """
+    with contextlib.suppress(OSError):  # not empty
         while folder != root:
-            os.rmdir(folder)
+            _remove_folder(folder)
             folder = folder.parent
+        for folder in sorted(made, reverse=True):  # the innermost first
+            _remove_folder(folder)
+            made.discard(folder)
+
+
+def _remove_folder(folder: Path) -> None:
+    with contextlib.suppress(FileNotFoundError):  # never made, or another rank was faster
+        os.rmdir(folder)
 
 
 def _sync_folders(folder: Path, root: Path) -> None:
@@ -414,6 +441,15 @@ def _sync_folders(folder: Path, root: Path) -> None:
         if folder in (root.parent, folder.parent):
             return
         folder = folder.parent
+
+
+def _sync_nearest(folder: Path) -> None:
+    """Sync a folder or, where it is gone, the one that it is gone from."""
+    while True:
+        try:
+            return _sync_folder(folder)
+        except FileNotFoundError:
+            folder = folder.parent
 
 
 def _sync_folder(folder: Path) -> None:

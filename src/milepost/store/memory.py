@@ -49,8 +49,9 @@ class MemoryStore:
         with self._lock:
             return iter([name for name in self.objects if name.startswith(prefix)])
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, durable: bool = False) -> None:
         """Remove an object if it is there."""
+        del durable
         with self._lock:
             self.objects.pop(name, None)
 

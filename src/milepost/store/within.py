@@ -35,9 +35,9 @@ class Within:
         start = len(self.prefix) + 1
         return (name[start:] for name in self.inner.list(f"{self.prefix}/{prefix}"))
 
-    def delete(self, name: str) -> None:
-        """Remove an object if it is there."""
-        self.inner.delete(self._outer(name))
+    def delete(self, name: str, *, durable: bool = False) -> None:
+        """Remove an object if it is there; `durable`: for good, also after a power loss."""
+        self.inner.delete(self._outer(name), durable=durable)
 
     def _outer(self, name: str) -> str:
         try:

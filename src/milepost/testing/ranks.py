@@ -81,6 +81,11 @@ class TroubledComm:
         """The process group of these ranks, if there is one."""
         return self._inner.group
 
+    @property
+    def timeout_s(self) -> float:
+        """The longest that this rank waits for the others."""
+        return self._inner.timeout_s
+
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Run the hook of this step, then meet."""
         self._come_to(phase)

@@ -63,9 +63,9 @@ class CountingStore:
         """Counted; see `Store`."""
         return self.run(f"list {prefix}", lambda: self.inner.list(prefix))
 
-    def delete(self, name: str) -> None:
+    def delete(self, name: str, *, durable: bool = False) -> None:
         """Counted; see `Store`."""
-        self.run(f"delete {name}", lambda: self.inner.delete(name))
+        self.run(f"delete {name}", lambda: self.inner.delete(name, durable=durable))
 
 
 class _CountingWriter:

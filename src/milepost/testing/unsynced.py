@@ -106,6 +106,7 @@ class UnsyncedStore:
         self._live = _View()
         self._inodes = itertools.count(1)
         self._folders = {_ABOVE}
+        self._made_root = False
         self.journal: list[Operation] = []
         self.dies_at: int | None = None
 
@@ -195,6 +196,7 @@ class UnsyncedStore:
             writer.commit()
             self._publish(temporary, name)
             self.sync_folders(name)
+            self._made_root = False
         finally:
             writer.abort()
 
@@ -208,6 +210,7 @@ class UnsyncedStore:
                 if part not in self._live.folders[folder]:
                     inner = "/".join(parts[:depth]) or "."
                     self._name(f"mkdir {inner}", folder, part, self._new(is_folder=True))
+                    self._made_root = self._made_root or folder == _ABOVE
                     self.sync(path, folder)
                 folder, path = self._enter(folder, part), "/".join(parts[:depth]) or "."
             self._refuse_taken(folder, name)
@@ -232,19 +235,19 @@ class UnsyncedStore:
         with self._lock:
             return iter([name for name in self._objects(self._live) if name.startswith(prefix)])
 
-    def delete(self, name: str) -> None:
-        """Remove an object if it is there, and the folders that it leaves empty. Nothing is synced."""
+    def delete(self, name: str, *, durable: bool = False) -> None:
+        """Remove an object if it is there, and the folders that it leaves empty. Only `durable` syncs, its folder."""
         with self._lock:
-            try:
-                folders = self._folder(name)
-            except FileNotFoundError:
-                return
-            leaf = check_name(name)[-1]
-            if leaf in self._live.folders[folders[-1][1]]:
+            folders, leaf = self._nearest(name), check_name(name)[-1]
+            found = len(folders) == len(check_name(name)) + 1
+            if found and leaf in self._live.folders[folders[-1][1]]:
                 self._name(f"unlink {name}", folders[-1][1], leaf, None)
-            while len(folders) > 2 and not self._live.folders[folders[-1][1]]:
+            if durable:
+                self.sync(*folders[-1])
+            kept = 1 if self._made_root else 2
+            while found and len(folders) > kept and not self._live.folders[folders[-1][1]]:
                 path, _ = folders.pop()
-                self._name(f"rmdir {path}", folders[-1][1], path.rpartition("/")[2], None)
+                self._name(f"rmdir {path}", folders[-1][1], _ROOT if path == "." else path.rpartition("/")[2], None)
 
     # The system calls.
 
@@ -304,10 +307,19 @@ class UnsyncedStore:
             raise AlreadyExists(f"{self._url}/{name} exists already")
 
     def _folder(self, name: str) -> _Trail:
-        """The folders that lead to a name, outermost first, as paths and inodes."""
+        """The folders that lead to a name, outermost first, as paths and inodes. Raises FileNotFoundError."""
+        found, parts = self._nearest(name), check_name(name)
+        if len(found) <= len(parts):
+            raise FileNotFoundError(f"{self._url}: there is no folder for {name}")
+        return found
+
+    def _nearest(self, name: str) -> _Trail:
+        """The same, as far as they are there."""
         parts = check_name(name)
         found = [("..", _ABOVE)]
         for depth, part in enumerate((_ROOT, *parts[:-1])):
+            if part not in self._live.folders[found[-1][1]]:
+                break
             found.append(("/".join(parts[:depth]) or ".", self._enter(found[-1][1], part)))
         return found
 
