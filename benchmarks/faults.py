@@ -165,6 +165,10 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         "|---|---|---|---|---|",
         *("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in cells(results)),
         "",
+        "*old*, *new*: what was there before or after the save, whole: every element was compared. *none*: nothing was",
+        "there before. *mixed*: parts of both, loaded without an error. *lost*: older than a save that had returned.",
+        "*unloadable*: neither. *silent*: other data than was saved, without an error. *harmless*: no load uses what was hit.",
+        "",
         "## How each fault was made",
         "",
         *(f"* **{row.number}** {_note(row)}" for row in results.rows),
@@ -175,7 +179,12 @@ def markdown(results: Results, machine: str, full: bool) -> str:
 
 def _note(row: FaultRow) -> str:
     note = row.note if len(row.note) <= MOST_NOTE_LETTERS else row.note[:MOST_NOTE_LETTERS] + " ..."
-    return f"{_escaped(row.how)}. {_escaped(note)}".rstrip()
+    return " ".join(_sentence(text) for text in (row.how, note) if text)
+
+
+def _sentence(text: str) -> str:
+    text = _escaped(text)
+    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _escaped(text: str) -> str:

@@ -88,7 +88,7 @@ def test_the_page_has_counts_machine_table_and_notes_and_escapes_what_would_be_m
     assert "3 of DCP; 1 of 3 rows kept the promise, 1 were not run" in text
     assert "    one machine\n    with a disk\n" in text
     assert "| 13 | a fault | 3 fine, 1 lost |  | NO |" in text
-    assert "* **13** by hand. a \\| b &lt;c>" in text
+    assert "* **13** By hand. A \\| b &lt;c>." in text
 
 
 def test_a_long_note_is_cut():
