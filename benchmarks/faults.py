@@ -183,8 +183,10 @@ def _note(row: FaultRow) -> str:
 
 
 def _sentence(text: str) -> str:
+    """The text as a sentence; a name at its start stays as it is."""
     text = _escaped(text)
-    return text[:1].upper() + text[1:] + ("" if text.endswith(".") else ".")
+    first = text[:1].upper() if text.split()[0].isalpha() else text[:1]
+    return first + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _escaped(text: str) -> str:
