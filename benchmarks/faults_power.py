@@ -215,7 +215,9 @@ class Disk:
 
 
 def _power_rows(kind: str, full: bool, folder: Path) -> Iterator[FaultRow]:
-    how = f"a loop device with {kind}, shut down without flushing, mounted again; the disk itself keeps what it was given"
+    how = (
+        f"a loop device with {kind}, shut down without flushing, mounted again; the disk itself keeps what it was given"
+    )
     after_trials, during_trials = (40, 100) if full else (4, 4)
     tallies = [Tally({})] * 4
     notes = [

@@ -26,8 +26,10 @@ import milepost
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, MIB
+from milepost.staging import staging
 from milepost.staging.copying import Copier
 from milepost.store import LocalStore
+from milepost.testing import CountingStore
 from ranks import spawn
 from tensors import random_tensor
 
@@ -527,6 +529,26 @@ def test_the_optimizer_waits_for_the_copy_and_only_until_then(tmp_path, slow_cop
     assert content(tmp_path / "later") == expected
 
 
+@pytest.mark.parametrize("background", ["thread", "process"])
+def test_the_optimizer_does_not_wait_for_what_was_copied_on_the_gpu(tmp_path, slow_copies, monkeypatch, background):
+    monkeypatch.setattr(staging, "_is_on_gpu", lambda _: True)  # as if this were one
+    monkeypatch.setattr(staging, "_chosen", lambda *_: "device")
+    model, optimizer, scheduler = trained()
+    state = {"model": model, "optim": optimizer, "ema": torch.ones(5)}
+    expected = saved_now(state, tmp_path / "now")
+    with milepost.AsyncSaver(background=background) as saver:
+        pending = saver.save(state, tmp_path / "later", optimizer=optimizer)
+        stepping = threading.Thread(target=one_step, args=(model, optimizer, scheduler))
+        stepping.start()
+        stepping.join(TIMEOUT_S)
+        assert not stepping.is_alive()
+        assert not pending.staged()
+        state["ema"].zero_()
+        slow_copies.set()
+        pending.result(TIMEOUT_S)
+    assert content(tmp_path / "later") == expected
+
+
 def test_only_what_the_optimizer_owns_is_copied_after_the_call(tmp_path, monkeypatch):
     """The rest may change at once: so it is copied before the call returns, even if the optimizer's takes long."""
     model, optimizer, _ = trained()
@@ -803,7 +825,6 @@ def test_what_is_called_afterwards_is_called_on_every_rank_after_the_commit(team
     assert team.run(work) == [[(rank, 1)] for rank in range(team.world)]
 
 
-# BUG: saver._save calls `work.then(self._comm)` without a meeting, so only the rank on which it failed hears of it.
 def test_a_failure_of_what_is_called_afterwards_is_raised_on_every_rank(tmp_path):
     team = Team("thread", 2)
 
@@ -818,6 +839,29 @@ def test_a_failure_of_what_is_called_afterwards_is_raised_on_every_rank(tmp_path
     finally:
         team.close()
     assert all("afterwards" in str(e) and "rank 1" in str(e) for e in errors)
+
+
+def test_a_process_that_cannot_be_started_is_told_to_all_ranks_at_once(tmp_path, monkeypatch):
+    """It was a bare OSError, while the others waited. The folder that it would start in is gone, which is no reason."""
+    popen, refusals = subprocess.Popen, [OSError(errno.EAGAIN, "Resource temporarily unavailable")]
+
+    def refuse_once(*args, **options):
+        if refusals:
+            raise refusals.pop()
+        return popen(*args, **options)
+
+    monkeypatch.setattr(subprocess, "Popen", refuse_once)
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    team = Team("process", 2)
+    start = time.monotonic()
+    errors = team.run(lambda saver, rank: saver.save({"t": torch.zeros(2)}, tmp_path / "a").exception(TIMEOUT_S))
+    assert time.monotonic() - start < PROMPT_S
+    assert all(isinstance(error, milepost.WriterDied) and "could not be started" in str(error) for error in errors)
+    team.run(lambda saver, rank: saver.save({"t": torch.ones(2)}, tmp_path / "a").result(TIMEOUT_S))
+    assert milepost.open(tmp_path / "a")["t"].read().tolist() == [1, 1]
+    team.close()
 
 
 def test_a_process_that_died_between_two_saves_is_told_to_all_ranks_at_once(tmp_path):
@@ -1013,7 +1057,7 @@ def test_a_closed_saver_has_waited_and_freed_its_memory_and_takes_no_more(tmp_pa
     assert milepost.open(tmp_path / "place")["t"].read().sum() == 1000
 
 
-def test_a_saver_that_gets_no_thread_says_so_and_works_later(tmp_path, monkeypatch):
+def test_a_saver_that_gets_no_thread_saves_in_front_and_says_so(tmp_path, monkeypatch, caplog):
     saver, start = milepost.AsyncSaver(), threading.Thread.start
 
     def refused(thread):
@@ -1023,9 +1067,40 @@ def test_a_saver_that_gets_no_thread_says_so_and_works_later(tmp_path, monkeypat
 
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refused)
-        with pytest.raises(RuntimeError, match="new thread"):
-            saver.save({"t": torch.ones(3)}, tmp_path)
-    saver.save({"t": torch.ones(3)}, tmp_path).result(TIMEOUT_S)
+        pending = saver.save({"t": torch.ones(3)}, tmp_path)
+        assert pending.done()
+        assert pending.result(TIMEOUT_S).generation == 1
+    assert "in front" in caplog.text
+    assert saver.save({"t": torch.ones(3)}, tmp_path).result(TIMEOUT_S).generation == 2
+    saver.close()
+
+
+def test_a_fork_of_the_trainer_neither_waits_for_its_saves_nor_takes_them_over(tmp_path):
+    go_on, inner = threading.Event(), LocalStore(tmp_path)
+
+    class Held(CountingStore):
+        def before(self, number, call):
+            if call.startswith("create manifest"):
+                assert go_on.wait(TIMEOUT_S)
+
+    saver = milepost.AsyncSaver()
+    pending = saver.save({"t": torch.ones(3)}, Held(inner))
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(10)  # where it hangs, it must not hang for ever
+            saver.join()
+            try:
+                saver.save({"t": torch.zeros(3)}, tmp_path)
+            except milepost.InvalidRequest as error:
+                code = 0 if "fork" in str(error) else 2
+            saver.close()
+        finally:
+            os._exit(code)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    assert pending.result(TIMEOUT_S).generation == 1
     saver.close()
 
 

@@ -12,7 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import milepost
-from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, InvalidRequest, MemoryStore, StateMismatch
+from milepost import (
+    CheckpointDamaged,
+    Checkpointer,
+    CheckpointNotFound,
+    InvalidRequest,
+    MemoryStore,
+    StateMismatch,
+    StorageError,
+)
 from milepost.commit import REMOVED, aim
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.manifest import manifest_name, shard_name
@@ -368,6 +376,38 @@ def test_a_save_whose_files_vanish_at_once_is_an_error_and_removes_nothing(tmp_p
     assert holds(found, 1)
 
 
+def test_a_save_whose_files_are_cut_short_at_once_is_an_error_and_removes_nothing(tmp_path):
+    class Cutting(CountingStore):
+        """Takes the last byte of the data of step 2 when its manifest appears."""
+
+        def after(self, number, call):
+            if call.startswith(f"create {step_name(2)}/manifest"):
+                for path in files_of(tmp_path, 2):
+                    path.write_bytes(path.read_bytes()[:-1])
+
+    keeper = Checkpointer(Cutting(LocalStore(tmp_path)), keep_last=1)
+    keeper.save(1, state(1))
+    with pytest.raises(CheckpointDamaged, match=r"just committed is not whole: .* and was saved with"):
+        keeper.save(2, state(2))
+    assert keeper.steps() == [1, 2]
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_a_step_and_nothing_is_removed(caplog):
+    class Silent(CountingStore):
+        """Does not answer who looks at the data of step 9."""
+
+        def before(self, number, call):
+            if call.startswith(f"reader {step_name(9)}/data"):
+                raise StorageError("no answer")
+
+    store = MemoryStore()
+    for step in (1, 2, 9):
+        Checkpointer(store).save(step, state(step))
+    Checkpointer(Silent(store), keep_last=1).save(3, state(3))
+    assert Checkpointer(store).steps() == [1, 2, 3, 9]
+    assert "the next save will: no answer" in caplog.text
+
+
 def test_a_step_with_an_unreadable_manifest_is_left_alone(tmp_path, caplog):
     keeper = Checkpointer(tmp_path, keep_last=1)
     keeper.save(1, state(1))
@@ -454,6 +494,21 @@ def test_an_older_generation_that_was_not_swept_does_not_come_to_light():
     assert place.objects == {}
 
 
+def test_a_step_stays_where_an_older_generation_of_it_cannot_be_swept():
+    class Stuck(CountingStore):
+        def before(self, number, call):
+            if call == f"delete {manifest_name(1)}":
+                raise StorageError("cannot delete")
+
+    place = Stuck(MemoryStore())
+    for number in (1, 2):
+        milepost.save(state(number), place)
+    with pytest.raises(StorageError, match="older manifests there cannot be deleted; it stays"):
+        remove_checkpoint(place)
+    assert holds(milepost.open(place).state(), 2)
+    assert not [name for name in place.list("manifest-") if name.endswith(REMOVED)]
+
+
 def test_a_save_under_way_is_never_touched(tmp_path):
     """It has a folder without a manifest, as a removal that was cut short has; only the marker tells them apart."""
     keeper = Checkpointer(tmp_path, keep_last=1)
@@ -520,6 +575,17 @@ def test_a_marker_that_is_none_of_ours_is_left_alone(tmp_path, caplog):
     keeper.save(2, state(2))
     assert keeper.steps() == [1, 2]
     assert "no marker of ours" in caplog.text
+
+
+def test_a_removal_is_finished_though_its_manifest_cannot_be_read_any_more():
+    """It would be listed, without its data: and the marker says that it was to go."""
+    place = MemoryStore()
+    milepost.save(state(1), place)
+    marker = manifest_name(1) + REMOVED
+    place.create(marker, milepost.open(place).manifest.save_id.encode())
+    place.objects[manifest_name(1)] = b"{}"
+    finish_removal(place, [marker])
+    assert place.objects == {}
 
 
 def test_who_opens_a_step_that_is_being_removed_is_told():

@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 import milepost
-from milepost.commit import sweep
+from milepost.commit import generations, parse, read_manifest, sweep
+from milepost.core.limits import MAX_MANIFEST_BYTES
 from milepost.core.manifest import seal
 from milepost.store import LocalStore
 from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
@@ -130,6 +131,24 @@ def test_a_save_under_way_is_not_disturbed_by_the_sweep_of_another(tmp_path):
     assert read(store) == 3
 
 
+def test_a_sweep_never_takes_data_from_under_a_manifest_that_is_still_there():
+    class Watched(CountingStore):
+        swept = 0
+
+        def after(self, number, call):
+            if call.startswith("delete"):
+                self.swept += 1
+                names = set(self.inner.list("data/"))
+                for generation in generations(self.inner):
+                    manifest = parse(self.url, generation, read_manifest(self.inner, generation))
+                    assert {manifest.file_name(file.rank) for file in manifest.files} <= names
+
+    store = Watched(milepost.MemoryStore())
+    milepost.save(state(1), store)
+    milepost.save(state(2), store)
+    assert store.swept == 2, "a manifest and its data"
+
+
 def test_overwrite_false_refuses_and_leaves_the_old_one(tmp_path):
     milepost.save(state(1), tmp_path, overwrite=False)
     with pytest.raises(milepost.InvalidRequest, match="overwrite=True"):
@@ -163,6 +182,13 @@ def test_a_renamed_manifest_is_damage(tmp_path):
     milepost.save(state(1), tmp_path)
     (tmp_path / "manifest-00000001.json").rename(tmp_path / "manifest-00000007.json")
     with pytest.raises(milepost.CheckpointDamaged, match="was it renamed"):
+        milepost.open(tmp_path)
+
+
+def test_a_manifest_that_is_absurdly_large_is_refused_before_it_is_read(tmp_path):
+    milepost.save(state(1), tmp_path)
+    os.truncate(tmp_path / "manifest-00000001.json", MAX_MANIFEST_BYTES + 1)
+    with pytest.raises(milepost.CheckpointDamaged, match=f"absurdly large: {MAX_MANIFEST_BYTES + 1} bytes"):
         milepost.open(tmp_path)
 
 
@@ -292,3 +318,19 @@ def test_a_saver_whose_unfinished_manifest_is_swept_is_told(tmp_path, monkeypatc
     with pytest.raises(milepost.SaveConflict):
         milepost.save({"n": "late"}, tmp_path)
     assert milepost.open(tmp_path)["n"] == 3
+
+
+def test_a_saver_whose_manifest_is_swept_by_the_one_that_took_its_number_is_told():
+    """Such a store misses what it was about to name, before it sees that the name is taken."""
+
+    class Late(CountingStore):
+        def before(self, number, call):
+            if call == "create manifest-00000002.json":
+                milepost.save({"n": 2}, self.inner)
+                raise FileNotFoundError("manifest-00000002.json.tmp")
+
+    inner = milepost.MemoryStore()
+    milepost.save({"n": 1}, inner)
+    with pytest.raises(milepost.SaveConflict, match="generation 2"):
+        milepost.save({"n": "late"}, Late(inner))
+    assert milepost.open(inner)["n"] == 2

@@ -3,13 +3,16 @@
 import random
 import shutil
 
+import msgspec
 import pytest
 import torch
 
 import milepost
-from milepost import CheckpointDamaged, CheckpointError, MemoryStore, UnsupportedFormat
+from milepost import CheckpointDamaged, CheckpointError, MemoryStore, UnsafeCheckpoint, UnsupportedFormat
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import BLOCK_BYTES
+from milepost.core.manifest import ShardFile, seal
+from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
 from milepost.testing import run_ranks
 
 GRID = Grid(Mesh.of((2,), range(2)), (Cut(0),))
@@ -405,3 +408,45 @@ def test_damage_is_raised_on_every_rank_whoever_reads_it(tmp_path, world):
 
 def halves(rank, count):
     return milepost.Sharded.on_grid((4 * count,), torch.arange(2 * count, dtype=torch.float32) + rank, GRID, rank)
+
+
+def forged(order, **noted):
+    """A checkpoint whose only file has entries in this order and these notes, and whose checksums all fit."""
+    store = MemoryStore()
+    state = {"narrow": torch.ones(1, dtype=torch.int8), "wide": torch.arange(4, dtype=torch.float32)}
+    milepost.save(state, store)
+    with milepost.open(store) as checkpoint:
+        manifest = checkpoint.manifest
+    new = [NewEntry(key, str(state[key].dtype).removeprefix("torch."), tuple(state[key].shape)) for key in order]
+    notes = {"format": "milepost", "save_id": manifest.save_id, "rank": "0", **noted}
+    head, header = make_header(new, notes, manifest.block_bytes)
+    data = b"".join(state[key].numpy().tobytes() for key in order)
+    table = b"".join(one.to_bytes(8, "little") for one in sums_of([memoryview(data)], manifest.block_bytes))
+    file = ShardFile(0, header.size_bytes, header.header_bytes, seal_of(head, table))
+    store.objects[manifest.file_name(0)] = head + data + table
+    store.objects[manifest_name(store)] = seal(msgspec.structs.replace(manifest, files=(file,)))
+    return store
+
+
+def test_a_forged_file_loads_where_all_of_it_fits():
+    with milepost.open(forged(["wide", "narrow"])) as checkpoint:
+        assert torch.equal(checkpoint.state()["wide"], torch.arange(4.0))
+
+
+def test_an_entry_that_is_not_aligned_for_its_type_is_found_and_named():
+    with milepost.open(forged(["narrow", "wide"])) as checkpoint, pytest.raises(CheckpointDamaged, match="not aligned"):
+        checkpoint.state()
+
+
+@pytest.mark.parametrize("noted", [{"rank": "1"}, {"save_id": "00000001-0123456789abcdef"}], ids=["rank", "save"])
+def test_a_file_that_says_that_it_belongs_elsewhere_is_refused_though_its_checksums_fit(noted):
+    store = forged(["wide", "narrow"], **noted)
+    with milepost.open(store) as checkpoint, pytest.raises(CheckpointDamaged, match="belongs to another save or rank"):
+        checkpoint.state()
+
+
+def test_a_table_of_checksums_over_the_limit_is_refused_before_it_is_read(monkeypatch):
+    store = forged(["wide", "narrow"])
+    monkeypatch.setattr("milepost.read.MAX_TABLE_BYTES", 7)
+    with milepost.open(store) as checkpoint, pytest.raises(UnsafeCheckpoint, match="a table of 8 bytes, over 7"):
+        checkpoint.state()

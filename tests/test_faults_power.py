@@ -91,6 +91,13 @@ def test_of_a_write_any_blocks_may_arrive():
     assert len(blocks) == 2 ** (1 + 3), "a name and three blocks, and the folder was synced"
 
 
+def test_a_file_whose_room_was_not_synced_may_be_found_empty():
+    store = UnsyncedStore()
+    store.writer("x", 1024)
+    found = [store.after_power_cut(lambda call, lost=lost: not call.startswith(lost)) for lost in ("fallocate", "-")]
+    assert [one.objects for one in found] == [{"x": b""}, {"x": bytes(1024)}]
+
+
 def test_the_same_seed_gives_the_same_states():
     store = UnsyncedStore()
     milepost.save(state(1), store)

@@ -65,6 +65,84 @@ def test_an_error_in_any_phase_on_one_rank_is_raised_on_every_rank_and_the_old_c
     assert milepost.open(store)["t"].read().tolist() == [0, 0, 0], "the next save works"
 
 
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_interrupted_while_it_describes_its_state_does_not_mix_two_saves(victim):
+    store = milepost.MemoryStore()
+
+    class Interrupted:
+        def state_dict(self):
+            raise KeyboardInterrupt
+
+        def load_state_dict(self, _):
+            pass
+
+    def save(comm, value, extra):
+        mine = milepost.Sharded((2,), {(comm.rank,): torch.full((1,), value)})
+        milepost.save({"mine": mine, "extra": extra}, store, process_group=comm)
+
+    def work(comm):
+        try:
+            save(comm, 1.0, Interrupted() if comm.rank == victim else {})
+        except KeyboardInterrupt:
+            told = "interrupted"
+        except milepost.CheckpointError as error:
+            told = error.failures[victim].kind
+        save(comm, 2.0, {})
+        return told
+
+    told = outcomes(2, work)
+    assert told[victim] == "interrupted"
+    assert told[1 - victim] == "KeyboardInterrupt", "told at once, not met by the next save"
+    assert milepost.open(store)["mine"].read().tolist() == [2, 2]
+
+
+def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays():
+    """As with a folder on each machine's own disk, or with a mount that one rank lost."""
+    shared, own = milepost.MemoryStore("memory://runs"), milepost.MemoryStore("memory://runs")
+    milepost.save({"t": torch.ones(2)}, shared)
+    before = dict(shared.objects)
+
+    def work(comm):
+        mine = milepost.Sharded((2,), {(comm.rank,): torch.zeros(1)})
+        milepost.save({"t": mine}, own if comm.rank == 1 else shared, process_group=comm)
+
+    for error in outcomes(2, work):
+        assert isinstance(error, milepost.StorageError)
+        assert "what rank 1 wrote to memory://runs cannot be seen" in str(error)
+    assert shared.objects == before
+
+
+def test_an_option_that_is_wrong_on_one_rank_is_told_to_all_and_its_next_save_does_not_meet_their_last():
+    store = milepost.MemoryStore()
+
+    def work(comm):
+        def save(value, **options):
+            mine = milepost.Sharded((2,), {(comm.rank,): torch.full((1,), value)})
+            milepost.save({"t": mine}, store, process_group=comm, **options)
+
+        with pytest.raises(milepost.InvalidRequest, match="not 'ignore'"):
+            save(1.0, on_difference="ignore" if comm.rank == 1 else "warn")
+        assert not store.objects
+        save(2.0)
+
+    run_ranks(2, work)
+    assert milepost.open(store)["t"].read().tolist() == [2, 2]
+
+
+def test_a_save_that_is_interrupted_before_it_commits_leaves_nothing():
+    class Interrupting(CountingStore):
+        def before(self, number, call):
+            if call.startswith("create manifest"):
+                raise KeyboardInterrupt
+
+    store = milepost.MemoryStore()
+    milepost.save({"t": torch.ones(3)}, store)
+    before = dict(store.objects)
+    with pytest.raises(KeyboardInterrupt):
+        milepost.save({"t": torch.zeros(3)}, Interrupting(store))
+    assert store.objects == before
+
+
 def test_an_error_of_one_kind_keeps_its_kind_on_all_ranks():
     errors = outcomes(2, lambda comm: milepost.load({"t": torch.zeros(1)}, milepost.MemoryStore(), process_group=comm))
     assert all(isinstance(e, milepost.CheckpointNotFound) for e in errors)

@@ -154,6 +154,17 @@ def load_while_one_sends_nothing(rank, where):
     assert rank == 1 or time.monotonic() - start < 3.5
 
 
+def load_while_the_lead_cannot_send(rank, where):
+    def fail(*_, **__):
+        raise RuntimeError("the network is gone")
+
+    if rank == 0:
+        dist.broadcast = fail
+    with pytest.raises(CheckpointError, match=r"(?s)rank 0.*the network is gone") as caught:
+        milepost.load(blank(whole()), where, share_reads=True, timeout_s=3)
+    assert not isinstance(caught.value, RanksMissing)
+
+
 def load_different(rank, where):
     target = blank(whole())
     if rank == 2:
@@ -176,6 +187,12 @@ def test_an_error_on_a_reader_or_a_receiver_reaches_all_and_different_wishes_are
         file.seek(20 * MIB)
         file.write(bytes([byte[0] ^ 1]))
     spawn(3, load_damaged, tmp_path)
+
+
+@pytest.mark.timeout(120)
+def test_ranks_that_wait_for_a_message_are_back_in_time_to_hear_why_it_does_not_come(tmp_path):
+    milepost.save(whole(), tmp_path)
+    spawn(3, load_while_the_lead_cannot_send, tmp_path)
 
 
 def test_sharing_is_agreed_on_only_where_every_member_has_the_same_plan():

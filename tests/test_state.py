@@ -275,6 +275,12 @@ def test_pickle_needs_a_yes_on_both_sides(tmp_path):
     assert milepost.load({"odd": 0, "t": torch.zeros(1)}, tmp_path, allow_pickle=True)["odd"] == Odd()
 
 
+def freed(tensor):
+    """What FSDP leaves of a parameter that it has not gathered: a shape without memory."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("value", "says"),
     [
@@ -282,6 +288,11 @@ def test_pickle_needs_a_yes_on_both_sides(tmp_path):
         (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "values and offsets|layout"),
         (np.array(["text"]), "numpy array of <U4"),
         (np.array([1], dtype=">i4"), "numpy array of >i4"),
+        (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "masked array"),
+        (torch.empty(3, device="meta"), "no data to save"),
+        (freed(torch.ones(1000)), "its memory was freed"),
+        (nn.LazyLinear(2).weight, "no shape yet"),
+        (torch.ones([1] * 65), "65 dimensions"),
         ({torch.ones(1)}, "Tensors stand in dicts"),
         (lambda: 0, "function"),
         (type("Sub", (dict,), {})(), "would not come back the same"),
@@ -291,6 +302,34 @@ def test_what_cannot_be_saved_is_refused_with_its_key(tmp_path, value, says):
     with pytest.raises(milepost.InvalidState, match=r"(?s)'bad\.thing'.*" + says):
         milepost.save({"bad": {"thing": value}, "good": torch.ones(1)}, tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        (torch.zeros(1, 4).expand(3, 4), "share memory"),
+        (torch.zeros(10).as_strided((3, 4), (2, 1)), "share memory"),
+        (np.lib.stride_tricks.as_strided(np.zeros(6, np.float32), (3, 4), (4, 4)), "share memory"),
+        (freed(torch.zeros(3, 4)), "memory was freed"),
+    ],
+)
+def test_a_target_that_cannot_hold_what_was_saved_is_refused_with_its_key(tmp_path, target, says):
+    milepost.save({"t": torch.arange(12.0).view(3, 4)}, tmp_path)
+    other = torch.zeros(1)
+    with pytest.raises(milepost.StateMismatch, match=rf"(?s)'t': .*{says}.*'other'|'other'.*'t': .*{says}"):
+        milepost.load({"t": target, "other": other}, tmp_path)
+
+
+@pytest.mark.parametrize("cut", [np.s_[::-1], np.s_[:, ::-1], np.s_[::-2, 1:]])
+def test_an_array_that_runs_backwards_is_filled_where_it_is(tmp_path, cut):
+    base = np.zeros((6, 4), np.float32)
+    saved = np.arange(base[cut].size, dtype=np.float32).reshape(base[cut].shape)
+    milepost.save({"a": saved}, tmp_path)
+    state = {"a": base[cut]}
+    view = state["a"]
+    milepost.load(state, tmp_path)
+    assert state["a"] is view
+    assert (base[cut] == saved).all()
 
 
 def test_a_state_that_contains_itself_is_refused(tmp_path):

@@ -1,5 +1,6 @@
 """How bytes move: the options, and the workers that do all jobs once or stop together at the first error."""
 
+import signal
 import threading
 import time
 from itertools import count
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from milepost import InvalidRequest, Transfer
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.transfer import MAX_THREADS, run_all
+from milepost.transfer import MAX_THREADS, new_pages, run_all
 from strategies import examples
 
 blocks = st.integers(1, 4096).map(lambda n: n * BLOCK_BYTES)
@@ -216,3 +217,31 @@ def test_a_worker_that_is_busy_when_another_fails_ends_before_the_caller_goes_on
     with pytest.raises(RuntimeError, match="other"):
         run_all(iter(range(2)), make_worker, 2)
     assert ended.is_set(), "its memory may not be given back while it is still used"
+
+
+def test_an_impatient_caller_still_waits_for_a_worker_that_is_busy():
+    started, ended = threading.Event(), threading.Event()
+
+    def make_worker():
+        def work(job):
+            if job == 0:
+                started.set()
+                time.sleep(0.4)
+                ended.set()
+            else:
+                assert started.wait(10)
+                threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]).start()
+                raise KeyboardInterrupt
+
+        return work
+
+    if threading.current_thread() is not threading.main_thread():
+        pytest.skip("signals come to the main thread")
+    with pytest.raises(KeyboardInterrupt):
+        run_all(iter(range(2)), make_worker, 2)
+    assert ended.is_set(), "what it writes to is closed next, and its number may be that of another file then"
+
+
+def test_memory_that_cannot_be_had_does_not_read_like_a_full_disk():
+    with pytest.raises(MemoryError, match="host_memory_bytes"):
+        new_pages(1 << 60)

@@ -202,6 +202,13 @@ def test_an_alias_of_an_enum_member_is_the_member():
     assert sent(Colour.ALSO_RED) is Colour.RED
 
 
+def test_a_dataclass_with_a_field_twice_is_refused():
+    codec = Codec(types=[Plain])
+    ((kind, (name, fields)),) = codec.encode(Plain(1), "key").items()
+    with pytest.raises(ValueError, match="was saved with the fields"):
+        codec.decode({kind: [name, [*fields, fields[0]]]}, "key")
+
+
 def test_reading_a_dataclass_runs_nothing_of_it():
     @dataclass
     class Loud:

@@ -59,7 +59,7 @@ def agree(
     comm: Comm,
     phase: Callable[[str], Phase],
     described: Described | None,
-    trouble: Exception | None,
+    trouble: BaseException | None,
     plans: Plans,
     spread: bool,
 ) -> Plan:

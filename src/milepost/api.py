@@ -12,7 +12,7 @@ from milepost.filesystem import FileSystemReader, FileSystemWriter
 from milepost.loading import LoadOptions, explain_state, load_state
 from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.report import Report
-from milepost.saving import Receipt, make_options, save_state
+from milepost.saving import Receipt, make_options, refuse, save_state
 from milepost.store import Where, store_at
 from milepost.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
 from milepost.values import Codec
@@ -62,20 +62,25 @@ def save(
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
     `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
     """
-    options = make_options(
-        metadata=metadata,
-        overwrite=overwrite,
-        on_difference=on_difference,
-        compare_replicas=compare_replicas,
-        reduce_partial=reduce_partial,
-        types=types,
-        allow_pickle=allow_pickle,
-        plans=plans,
-        host_memory_bytes=host_memory_bytes,
-        transfer=transfer,
-        progress=progress,
-    )
     comm = ranks_of(process_group, timeout_s)
+    try:
+        options = make_options(
+            metadata=metadata,
+            overwrite=overwrite,
+            on_difference=on_difference,
+            compare_replicas=compare_replicas,
+            reduce_partial=reduce_partial,
+            types=types,
+            allow_pickle=allow_pickle,
+            plans=plans,
+            host_memory_bytes=host_memory_bytes,
+            transfer=transfer,
+            progress=progress,
+        )
+    except InvalidRequest as error:
+        if planner is None and storage_writer is None:
+            refuse(store_at(_given(where)), comm, error)  # the options of other ranks may be right
+        raise
     if planner is None and storage_writer is None:
         return save_state(state, store_at(_given(where)), comm, options)
     if storage_writer is None:

@@ -20,6 +20,7 @@ from milepost.core.manifest import (
     seal,
     unseal,
 )
+from milepost.core.ranks import pack_ranks
 from milepost.errors import (
     AlreadyExists,
     CheckpointDamaged,
@@ -27,6 +28,7 @@ from milepost.errors import (
     CheckpointNotFound,
     InvalidRequest,
     SaveConflict,
+    StorageError,
     UnsafeCheckpoint,
     UnsupportedFormat,
 )
@@ -121,7 +123,11 @@ def parse(url: str, generation: int, data: bytes) -> Manifest:
 
 @CollectionPaused()
 def publish(store: Store, manifest: Manifest) -> None:
-    """Make the checkpoint exist. Raises SaveConflict if another save was first; nothing changes then."""
+    """Make the checkpoint exist. Raises SaveConflict if another save was first; nothing changes then.
+
+    Raises StorageError if data that it names is not to be seen from here.
+    """
+    _look_for_data(store, manifest)
     try:
         store.create(manifest_name(manifest.generation), seal(manifest))
     except AlreadyExists:
@@ -136,6 +142,32 @@ def publish(store: Store, manifest: Manifest) -> None:
         with contextlib.suppress(OSError, CheckpointError):
             store.delete(manifest_name(manifest.generation))
         raise _beaten(store, manifest.generation)
+
+
+def _look_for_data(store: Store, manifest: Manifest) -> None:
+    """A rank may have written elsewhere: to a disk of its own machine, or below a mount that is missing."""
+    there = set(store.list(f"data/{manifest.save_id}/"))
+    unseen = []
+    for file in manifest.files:
+        name = manifest.file_name(file.rank)
+        if name not in there and not _can_be_opened(store, name):  # a listing may be old, in a network's file system
+            unseen.append(file.rank)
+    if not unseen:
+        return
+    if _newest(store) >= manifest.generation:
+        raise _beaten(store, manifest.generation)  # which has swept it
+    raise StorageError(
+        f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank that "
+        "commits, so nothing was committed. Is that a place that all ranks share, and was it there all the time?"
+    )
+
+
+def _can_be_opened(store: Store, name: str) -> bool:
+    try:
+        store.reader(name).close()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _newest(store: Store) -> int:

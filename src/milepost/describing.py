@@ -16,7 +16,7 @@ from milepost.core.tree import Flat
 from milepost.errors import InvalidState
 from milepost.pause import CollectionPaused
 from milepost.state import PerRank, take_apart
-from milepost.tensors import Describer, LocalTensor
+from milepost.tensors import Describer, LocalTensor, check_data
 from milepost.values import Codec
 from milepost.write import Entry
 
@@ -54,7 +54,7 @@ def describe(
     for key, leaf in flat.leaves.items():
         try:
             if flat.kinds[key] == "tensor":
-                tensors[key] = describer.describe(leaf, key)
+                tensors[key] = check_data(describer.describe(leaf, key), key)
             elif flat.kinds[key] == "value":
                 values.append(Value(key, codec.encode(leaf, key)))
         except InvalidState as error:
@@ -83,7 +83,7 @@ def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: l
             if inner.kinds[key] == "value":
                 values.append(Value(key, codec.encode(leaf, key)))
                 continue
-            local = describer.describe(leaf, key)
+            local = check_data(describer.describe(leaf, key), key)
             if local.layout is not None:
                 raise InvalidState(f"{key!r} is cut over ranks and cannot be rank-private; take it out of PerRank")
             rows.append(Tensor(key, local.dtype, local.shape, 0, kind=local.kind))

@@ -184,14 +184,14 @@ class _Save:
                 warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
         return Receipt(self.store.url, goal.generation, goal.save_id, comm.size, answer.data_bytes)
 
-    def _describe(self) -> tuple[Described | None, Exception | None]:
+    def _describe(self) -> tuple[Described | None, BaseException | None]:
         """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
         try:
             options = self.options
             if self.describing is not None:
                 return self.describing(), None
             return describe(self.state, self.comm, options.codec, options.metadata, options.reduce_partial), None
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C too: this rank's next save must not meet the others in this one
             if self.comm.size == 1:
                 raise
             return None, error
@@ -210,11 +210,11 @@ class _Save:
         known = plan is not None and plans.overview(plan.id) is not None
         return msgspec.msgpack.encode(_Goal(generation, save_id, plan.id if plan and known else b""))
 
-    def _agree(self, described: Described | None, trouble: Exception | None) -> Plan:
+    def _agree(self, described: Described | None, trouble: BaseException | None) -> Plan:
         return agree(self.comm, self.phase, described, trouble, self.options.plans, self.options.spread)
 
     def _write(
-        self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: Exception | None, final: bool
+        self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: BaseException | None, final: bool
     ) -> _Answer:
         """Write, bring the results together, and commit on the lead. What is not committed is removed."""
         check = ReplicaCheck(
@@ -247,7 +247,7 @@ class _Save:
                 self._tell_differences(described, check, answer)
                 packed = together(self.comm, self.phase("committing"), bytes, commit)
                 answer = _ANSWERS.decode(packed)
-        except Exception as error:
+        except BaseException as error:
             if self._failed_for_sure(error, goal):
                 self._discard(goal)
             raise
@@ -292,7 +292,8 @@ class _Save:
             return SaveConflict(f"another job committed generation {goal.generation} of {self.store.url} first")
         if isinstance(error, CheckpointError):
             return error
-        return StorageError(f"cannot write to {self.store.url}: {error}", errno=error.errno)
+        gone = ". Was it removed, renamed or unmounted meanwhile?" if isinstance(error, FileNotFoundError) else ""
+        return StorageError(f"cannot write to {self.store.url}: {error}{gone}", errno=error.errno)
 
     def _conclude(self, goal: _Goal, described: Described, plan: Plan | None, packed: list[bytes]) -> _Answer:
         """On the lead: look at all results, and commit if everything fits."""
@@ -351,7 +352,7 @@ class _Save:
             )
         self.warnings.extend(texts)
 
-    def _failed_for_sure(self, error: Exception, goal: _Goal) -> bool:
+    def _failed_for_sure(self, error: BaseException, goal: _Goal) -> bool:
         """Whether a commit that raised can no longer happen. If not, the data must stay: a manifest may name it."""
         if isinstance(error, (SaveConflict, RanksDisagree)):
             return True

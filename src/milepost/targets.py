@@ -36,6 +36,7 @@ from milepost.tensors import (
     materialise,
     new_tensor,
     torch_dtype,
+    why_not_filled,
 )
 from milepost.values import Codec
 
@@ -188,6 +189,10 @@ class Matcher:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not self._convert_dtype:
                 return []
+        why = next(filter(None, (why_not_filled(part.data) for part in local.parts)), None)
+        if why is not None:
+            self._kinds[key] = why
+            return []
         placements = placements_for(self._manifest, saved, local, self._describer)
         for placement in placements:
             self._read_bytes += placement.size_bytes
@@ -228,14 +233,14 @@ def keys_of(manifest: Manifest) -> list[str]:
 
 
 def _is_homeless(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or array that nothing can be read into."""
+    """Whether a leaf is a tensor or array that nothing can be read into: torch knows no steps backwards."""
     if isinstance(leaf, torch.Tensor):
         return leaf.is_meta
-    return isinstance(leaf, np.ndarray) and not leaf.flags.writeable
+    return isinstance(leaf, np.ndarray) and (not leaf.flags.writeable or min(leaf.strides, default=0) < 0)
 
 
 def allocate(target: Target, describer: Describer, device: torch.device | str | None) -> None:
-    """Give memory to targets that have none (meta device, read-only arrays, long bytes), and plan their reads anew."""
+    """Give memory to targets that have none (meta device, some arrays, long bytes), and plan their reads anew."""
     if not target.homeless:
         return
     manifest = target.manifest

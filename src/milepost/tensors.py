@@ -11,12 +11,14 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
+from torch.nn.parameter import is_lazy
 from torch.utils import _python_dispatch
 
 from milepost.comm import Comm
 from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
+from milepost.core.limits import MAX_DIMS
 from milepost.core.manifest import TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 
@@ -256,7 +258,9 @@ def _cut(placement: Placement, key: str) -> Cut | None:
 
 
 def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
-    """The tensor without its graph. Raises InvalidState for sparse, nested, quantized and wrapped tensors."""
+    """The tensor without its graph. Raises InvalidState for sparse, nested, quantized, wrapped and lazy tensors."""
+    if type(value) not in _PLAIN and is_lazy(value):
+        raise InvalidState(f"{key!r} has no shape yet; run its module once first.")
     value = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
     what = None
     if value.layout is not torch.strided:
@@ -267,9 +271,61 @@ def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
         what = "is nested; save its values and offsets"
     elif type(value) is not torch.Tensor and _is_wrapper(value):
         what = f"is a {type(value).__name__}, a tensor made of other tensors; save those"
+    elif value.ndim > MAX_DIMS:
+        what = f"has {value.ndim} dimensions, and {MAX_DIMS} is the most; reshape it"
     if what:
         raise InvalidState(f"{key!r} {what}.")
     return value
+
+
+def check_data(local: LocalTensor, key: str) -> LocalTensor:
+    """What a rank holds, if there are bytes in it. Raises InvalidState where a tensor only looks like one."""
+    for part in local.parts:
+        if not _has_memory(part.data):
+            raise InvalidState(
+                f"{key!r} has no data to save: it is on the meta device, or not real, or its memory was freed (as FSDP does "
+                "with parameters that it has not gathered)."
+            )
+    return local
+
+
+def why_not_filled(data: torch.Tensor) -> str | None:
+    """Why a load cannot fill a tensor where it is; None where it can. On the meta device it gets memory later."""
+    if not data.is_meta and not _has_memory(data):
+        return "the target's memory was freed"
+    if not _lies_apart(data):
+        return f"elements of the target share memory (strides {tuple(data.stride())}); load into its clone()"
+    return None
+
+
+def _has_memory(data: torch.Tensor) -> bool:
+    """Whether all elements lie in memory of the tensor. To read others would end the process."""
+    count = data.numel()
+    if count == 0:
+        return True
+    try:
+        storage = data.untyped_storage()
+    except (RuntimeError, NotImplementedError):  # tensors inside of torch.func
+        return False
+    if not data.is_contiguous():
+        count = 1 + sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True))
+    on_meta = data.is_meta if type(data) is torch.Tensor else storage.device.type == "meta"  # a fake one says it is not
+    return not on_meta and (data.storage_offset() + count) * data.itemsize <= storage.nbytes()
+
+
+def _lies_apart(data: torch.Tensor) -> bool:
+    """Whether no two elements lie in one place: each dimension steps over all that the finer ones reach.
+
+    Where strides interlock otherwise, elements may be apart too; nobody makes such tensors, and they count as not.
+    """
+    if data.numel() == 0 or data.is_contiguous():
+        return True
+    reach = 0
+    for step, n in sorted((step, n) for step, n in zip(data.stride(), data.shape, strict=True) if n > 1):
+        if step <= reach:
+            return False
+        reach += (n - 1) * step
+    return True
 
 
 def _is_wrapper(value: object) -> bool:
@@ -280,6 +336,8 @@ def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
     """The array as a tensor; they share memory where torch allows it."""
     if value.dtype.name not in DTYPES or not value.dtype.isnative or value.dtype.isbuiltin != 1:
         raise InvalidState(f"{key!r} is a numpy array of {value.dtype}, which cannot be saved; convert it first")
+    if isinstance(value, np.ma.MaskedArray):
+        raise InvalidState(f"{key!r} is a masked array; save its data and its mask")
     if not value.flags.writeable or any(stride < 0 for stride in value.strides):
         value = value.copy()
     return torch.from_numpy(value)

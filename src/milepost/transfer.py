@@ -151,9 +151,18 @@ def check_cancelled(cancelled: threading.Event | None) -> None:
 
 
 def new_pages(size_bytes: int) -> mmap.mmap:
-    """New memory in huge pages, if the system has them: direct I/O takes hold of each page that it touches."""
-    # Private: what is shared would be pages of a file in memory, which are never huge.
-    pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """New memory in huge pages, if the system has them: direct I/O takes hold of each page that it touches.
+
+    Raises MemoryError where there is not so much.
+    """
+    try:
+        # Private: what is shared would be pages of a file in memory, which are never huge.
+        pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:  # which would read as if the disk had said it
+        raise MemoryError(
+            f"there are no {size_bytes:,} bytes of host memory to move data through ({error.strerror}); "
+            "`host_memory_bytes` makes do with less"
+        ) from error
     with contextlib.suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)
     return pages
@@ -193,11 +202,22 @@ def run_all(
             meter.tell()
     finally:
         queue.stop(None)
-        for other in others:
-            if other.ident is not None:
-                other.join()
+        _join_all([other for other in others if other.ident is not None])
     if queue.error is not None:
         raise queue.error
+
+
+def _join_all(threads: list[threading.Thread]) -> None:
+    """Wait for all of them, whoever interrupts: what they write to is closed next, and its number given to another file."""
+    interrupted: KeyboardInterrupt | None = None
+    while any(thread.is_alive() for thread in threads):
+        try:
+            for thread in threads:
+                thread.join()
+        except KeyboardInterrupt as error:
+            interrupted = error
+    if interrupted is not None:
+        raise interrupted
 
 
 def _no_watch() -> None:

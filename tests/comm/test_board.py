@@ -103,6 +103,34 @@ def run_pair(board):
     raise errors[0]
 
 
+def told_missing(world, delays_s, timeout_s):
+    """What each rank that comes, after its delay, says of those that did not."""
+    board, texts = MemoryBoard(), {}
+
+    def come(rank, delay_s):
+        time.sleep(delay_s)
+        try:
+            BoardComm(board, rank, world, timeout_s).meet(MEETING, b"", b"".join)
+        except milepost.RanksMissing as error:
+            texts[rank] = str(error).partition(" did not come")[0]
+
+    threads = [threading.Thread(target=come, args=one) for one in delays_s.items()]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return texts
+
+
+def test_without_a_lead_the_others_name_all_who_did_not_come_and_not_each_other():
+    """The one that gives up first must not look missing to the next."""
+    assert told_missing(4, {1: 0.0, 2: 0.3}, 0.3) == dict.fromkeys((1, 2), "ranks 0, 3")
+
+
+def test_ranks_wait_longer_than_the_lead_so_that_they_hear_whom_it_missed():
+    assert told_missing(3, {0: 0.3, 1: 0.0}, 0.6) == dict.fromkeys((0, 1), "rank 2")
+
+
 def test_ranks_that_make_different_calls_are_told_so():
     def work(comm):
         with pytest.raises(milepost.CheckpointError, match="Do all ranks make the same calls"):
@@ -171,6 +199,49 @@ def test_a_decision_that_fails_on_the_lead_fails_on_all():
         with pytest.raises(milepost.CheckpointError, match=r"rank 0: RuntimeError: no") as caught:
             together(comm, MEETING, bytes, decide)
         assert list(caught.value.failures) == [0]
+
+    run_ranks(3, work)
+
+
+def test_a_lead_that_is_interrupted_while_it_decides_tells_the_others_why():
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    def work(comm):
+        with pytest.raises(KeyboardInterrupt if comm.rank == 0 else milepost.CheckpointError) as caught:
+            together(comm, MEETING, lambda: b"", interrupted)
+        return caught.value
+
+    _, *others = run_ranks(3, work, timeout_s=2)
+    assert [error.failures[0].kind for error in others] == ["KeyboardInterrupt"] * 2
+
+
+def test_a_lead_that_is_interrupted_while_it_prepares_its_note_tells_the_others_why():
+    def interrupted():
+        raise KeyboardInterrupt
+
+    def work(comm):
+        with pytest.raises(KeyboardInterrupt if comm.rank == 0 else milepost.CheckpointError) as caught:
+            told(comm, MEETING, interrupted)
+        return caught.value
+
+    _, *others = run_ranks(3, work, timeout_s=2)
+    assert [error.failures[0].kind for error in others] == ["KeyboardInterrupt"] * 2
+
+
+def test_failures_of_different_kinds_are_raised_as_none_of_them():
+    """Whoever handles one kind must not be given the other."""
+    kinds = [milepost.InvalidState, milepost.StorageError, milepost.InvalidState]
+
+    def work(comm):
+        def fail():
+            raise kinds[comm.rank]("no")
+
+        with pytest.raises(milepost.CheckpointError) as caught:
+            together(comm, MEETING, fail)
+        assert type(caught.value) is milepost.CheckpointError
+        assert [caught.value.failures[rank].kind for rank in range(3)] == [kind.__name__ for kind in kinds]
+        assert "ranks 0, 2: InvalidState: no" in str(caught.value)
 
     run_ranks(3, work)
 

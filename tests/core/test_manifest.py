@@ -242,8 +242,13 @@ HOSTILE = {
     "boxes that leave the shape": ("tensors", 1, {"shape": [3]}),
     "no parts": ("tensors", 0, {"parts": 0}),
     "a million parts": ("tensors", 0, {"parts": MAX_RANKS + 1}),
+    "more parts than copies in a grid": ("tensors", 0, {"parts": 3}),
+    "more parts than holders of any box": ("tensors", 1, {"parts": 3}),
+    "more parts than ranks that have it whole": ("tensors", 2, {"parts": 5}),
     "a negative turn": ("tensors", 0, {"turn": -1}),
     "an unknown dtype": ("tensors", 0, {"dtype": "float31"}),
+    "bytes of numbers": ("tensors", 0, {"kind": "bytes"}),
+    "an array of what numpy has no type for": ("tensors", 1, {"kind": "numpy"}),
     "an unknown kind": ("tensors", 0, {"kind": "pickle"}),
     "a tensor larger than the files": ("tensors", 0, {"shape": [8, 4000]}),
     "a tensor of absurd size": ("tensors", 0, {"shape": [2**40, 2**40]}),
@@ -310,6 +315,43 @@ TREES = {
 def test_a_manifest_with_a_hostile_tree_is_refused(kind):
     with pytest.raises(ValueError):
         unseal(as_file({**as_record(small()), "tree": TREES[kind]}))
+
+
+@pytest.mark.parametrize("kind", ["surprise", "dict:more", "defaultdict:eval"])
+def test_a_container_of_a_kind_that_this_version_does_not_know_is_refused(kind):
+    with pytest.raises(ValueError, match="unknown kind"):
+        seal(small(tree=(Node(0, None, kind), *small().tree[1:])))
+
+
+def test_a_manifest_over_the_limit_is_neither_sealed_nor_read(monkeypatch):
+    data = seal(small())
+    monkeypatch.setattr("milepost.core.manifest.MAX_MANIFEST_BYTES", len(data))
+    assert unseal(data) == small()
+    monkeypatch.setattr("milepost.core.manifest.MAX_MANIFEST_BYTES", len(data) - 1)
+    for act in (lambda: seal(small()), lambda: unseal(data)):
+        with pytest.raises(ValueError, match=f"{len(data)} bytes is over the limit"):
+            act()
+
+
+def test_a_container_with_a_key_is_refused():
+    root, *rest = small().tree
+    with pytest.raises(ValueError, match="gives a key to a container"):
+        seal(small(tree=(Node(root.depth, root.name, root.kind, "w"), *rest)))
+
+
+def test_a_tensor_is_checked_though_another_looks_like_it_but_for_its_parts():
+    first, _, last = small().tensors
+    with pytest.raises(ValueError, match="'x' has more parts than ranks"):
+        seal(small(tensors=(first, msgspec.structs.replace(first, key="x", parts=3), last)))
+
+
+def test_two_leaves_with_one_key_are_refused():
+    """Tree and table agree; but what is read for the one would go to the other."""
+    known = small()
+    tensors = [msgspec.structs.replace(tensor, key="w") if tensor.key == "x" else tensor for tensor in known.tensors]
+    tree = [Node(1, "x", "tensor", "w") if node.key == "x" else node for node in known.tree]
+    with pytest.raises(ValueError, match="do not hold the same keys"):
+        seal(small(tensors=tuple(tensors), tree=tuple(tree)))
 
 
 @pytest.mark.parametrize("field", ["tensors", "values", "per_rank"])

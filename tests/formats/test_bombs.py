@@ -42,6 +42,7 @@ BOMBS = {
     "keys_that_hash_alike": b"}(" + b"N".join(COLLIDING) + b"Nu.",
     "keys_that_hash_alike_one_by_one": b"}" + b"Ns".join(COLLIDING) + b"Ns.",
     "members_that_hash_alike": b"\x8f(" + b"".join(COLLIDING) + b"\x90.",
+    "frozen_members_that_hash_alike": b"(" + b"".join(COLLIDING) + b"\x91.",
     "a_set_of_what_hashes_alike": name("builtins", "set") + b"](" + b"".join(COLLIDING) + b"e\x85R.",
     "many_copies_of_a_size": b"(" + NUMBERS + b"tq\x000" + name("torch", "Size") + b"q\x010" + AGAIN,
     "many_copies_of_a_set": b"](" + NUMBERS + b"eq\x000" + name("builtins", "set") + b"q\x010" + AGAIN,
@@ -185,11 +186,12 @@ def test_damage_below_a_view_is_noticed_by_load_and_by_verify(tmp_path, view, ki
                 checkpoint.state()
 
 
-def test_a_local_header_that_names_another_record_is_damage(tmp_path):
+@pytest.mark.parametrize("byte", [-4, 7], ids=["the length of its name, which moves the data", "its name"])
+def test_a_local_header_that_names_another_record_is_damage(tmp_path, byte):
     torch.save({"a": torch.randn(100, 40)[::3]}, tmp_path / "a.pt")
     data = bytearray((tmp_path / "a.pt").read_bytes())
     at = data.index(b"a/data/0")
-    data[at - 4] ^= 1  # the length of the name, which moves the data
+    data[at + byte] ^= 1
     (tmp_path / "a.pt").write_bytes(data)
     with pytest.raises(milepost.CheckpointDamaged, match="not where it should be"):
         milepost.open(tmp_path / "a.pt").state()

@@ -8,6 +8,7 @@ import pytest
 
 import milepost
 from milepost.store import LocalStore, MemoryStore, Within, store_at
+from milepost.store.base import CLAIM
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 
@@ -154,6 +155,33 @@ def test_without_hard_links_a_claim_and_a_rename_do(tmp_path, monkeypatch):
     assert list(store.list("")) == ["name"]
 
 
+def test_without_hard_links_a_name_that_another_has_claimed_is_taken(tmp_path, monkeypatch):
+    """It is between its claim and its rename, or died there."""
+
+    def refuse(*_args, **_kwargs):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    store = LocalStore(tmp_path)
+    (tmp_path / f"name{CLAIM}").write_bytes(b"")
+    with pytest.raises(milepost.AlreadyExists):
+        store.create("name", b"other")
+    assert list(store.list("")) == [f"name{CLAIM}"], "which is not ours to remove"
+
+
+def test_who_finds_its_temporary_file_swept_by_whoever_took_the_name_is_told_that_it_is_taken(tmp_path, monkeypatch):
+    link = os.link
+
+    def late(temporary, path):
+        os.rename(temporary, path)
+        link(temporary, path)
+
+    monkeypatch.setattr(os, "link", late)
+    with pytest.raises(milepost.AlreadyExists):
+        LocalStore(tmp_path).create("name", b"whole")
+    assert os.listdir(tmp_path) == ["name"]
+
+
 def test_a_full_disk_and_missing_rights_say_what_and_where(tmp_path):
     full = LocalWriter(Path("/dev/full"), os.open("/dev/full", os.O_WRONLY), tmp_path, 0, direct=False)
     with pytest.raises(
@@ -173,6 +201,9 @@ def test_places_are_paths_urls_or_stores(tmp_path):
     assert store_at("memory://contract/a") is store_at("memory://contract/a")
     store = MemoryStore()
     assert store_at(store) is store
-    for bad in ["", "s3://bucket/x", "file://host/x"]:
+    # All of a file URL is its path: two places must not become one.
+    assert store_at(f"file://{tmp_path}/a?b#c").url == f"{tmp_path}/a?b#c"
+    assert store_at("file:///a%fe").url != store_at("file:///a%ff").url
+    for bad in ["", "s3://bucket/x", "file://host/x", "file://", "file://localhost", "a\0b", "a\ud800"]:
         with pytest.raises(milepost.InvalidRequest):
             store_at(bad)

@@ -34,6 +34,12 @@ def test_a_failed_first_save_leaves_no_folder_that_it_made(tmp_path, full_disk, 
     assert everything_in(tmp_path) == []
 
 
+def test_a_file_that_cannot_be_created_leaves_no_folder_that_was_made_for_it(tmp_path):
+    with pytest.raises(milepost.StorageError, match="File name too long"):
+        LocalStore(tmp_path / "runs" / "a").writer("data/" + 300 * "x", 8)
+    assert everything_in(tmp_path) == []
+
+
 @pytest.mark.parametrize("refused", ["mkdir", "open", "fsync", "link"])
 def test_whatever_call_fails_first_no_folder_is_left(tmp_path, monkeypatch, refused):
     """Each call of a first save in turn; a folder may also be made just before the call that fails."""
@@ -167,3 +173,17 @@ def test_a_durable_deletion_syncs_the_folder_though_the_name_is_gone(tmp_path, m
     assert syncs() == ["x", "x"]
     store.delete("x/y", durable=True)
     assert syncs() == ["x", "x", "."], "the folder went: it is gone from the one above"
+
+
+def test_a_place_that_is_a_link_to_nothing_is_named(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "gone")
+    with pytest.raises(milepost.StorageError, match="link is a link to nothing"):
+        milepost.save({"t": torch.ones(3)}, tmp_path / "link" / "step")
+
+
+def test_a_path_that_starts_at_a_removed_folder_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    with pytest.raises(milepost.InvalidRequest, match="absolute path"):
+        milepost.save({"t": torch.ones(3)}, "step")

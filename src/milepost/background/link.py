@@ -43,20 +43,21 @@ class Link:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         environment = {
             **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "PYTHONPATH": os.pathsep.join(path or _folder() for path in sys.path),
             "CUDA_VISIBLE_DEVICES": "",  # it has no use for a GPU, and must not take memory there
             "OMP_NUM_THREADS": "1",
         }
-        with there:
+        with here, there:
             self._process = subprocess.Popen(  # noqa: S603  # ourselves
                 # -P: modules come from where the trainer has them, not from the folder that it happens to be in.
                 [sys.executable, "-P", "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
                 pass_fds=[there.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=environment,
+                cwd=_folder(),
                 start_new_session=True,  # what ends the trainer's group or terminal must not end this
             )
-        self._connection = Connection(here.detach())
+            self._connection = Connection(here.detach())
         self._numbers = 0
 
     @property
@@ -147,3 +148,34 @@ class Link:
                 f"the writing process {self.pid} {how}. Its log is in this job's standard error; was there too little "
                 "memory? The next save starts another."
             ) from error
+
+
+class Unstarted(Link):
+    """In place of a process that could not be started. Says so when it is asked to meet: there all ranks hear of it."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def meet(self, ranks: Ranks) -> int:
+        """Raises WriterDied."""
+        del ranks
+        raise WriterDied(f"the writing process could not be started: {self._error}. The next save tries again.")
+
+    def close(self, broken: bool = False) -> None:
+        """Nothing to do."""
+
+
+def start() -> Link:
+    """A new writing process. If there cannot be one, the other ranks hear of it when it is first used."""
+    try:
+        return Link()
+    except OSError as error:
+        return Unstarted(error)
+
+
+def _folder() -> str:
+    """The working folder; the root if it was removed, since a process needs one."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"

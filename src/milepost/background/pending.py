@@ -16,10 +16,10 @@ class PendingSave:
     An error that nobody asked for is raised by the next save, or by `close`, of whoever made this one.
     """
 
-    def __init__(self, url: str, staged: threading.Event) -> None:
+    def __init__(self, url: str, staged: threading.Event, unread: threading.Event | None = None) -> None:
         self.url = url
         self.cancelled = threading.Event()
-        self._staged, self._done = staged, threading.Event()
+        self._staged, self._unread, self._done = staged, unread or staged, threading.Event()
         self._lock = threading.Lock()
         self._receipt: Receipt | None = None
         self._error: BaseException | None = None
@@ -86,9 +86,9 @@ class PendingSave:
 
     # For whoever runs it.
 
-    def join_staging(self) -> None:
-        """Return when the state may be changed again."""
-        self._staged.wait()
+    def join_reading(self) -> None:
+        """Return when nobody reads the state any more; a copy of it on its way to host memory does not count."""
+        self._unread.wait()
 
     def join(self) -> None:
         """Return when it has ended."""
@@ -100,6 +100,7 @@ class PendingSave:
         with self._lock:
             self._done.set()
             self._staged.set()
+            self._unread.set()
         for call in self._callbacks:
             try:
                 call(self)

@@ -2,6 +2,7 @@
 
 import atexit
 import logging
+import os
 import pickle
 import threading
 import traceback
@@ -12,7 +13,7 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
-from milepost.background.link import Link
+from milepost.background.link import start
 from milepost.background.pending import PendingSave
 from milepost.background.writers import Writers, is_broken
 from milepost.comm import Comm, Phase, together, told
@@ -54,12 +55,13 @@ class BackgroundSaver:
         self._comm, self._asking = comm.aside(), comm.aside()
         self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
         # It takes some seconds to start: so it begins now.
-        self._link = Link() if background == "process" else None
+        self._link = start() if background == "process" else None
         self._writers: Writers | None = None
         self._starts = 0
         self._current: PendingSave | None = None
         self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._closed = False
+        self._process = os.getpid()
         self.plans = Plans()
 
     def prewarm(self, describing: Callable[[Comm], Described]) -> None:
@@ -94,7 +96,8 @@ class BackgroundSaver:
                 raise
             trouble = error  # the others hear of it where they wait, in the background
         work = replace(work, describing=_was_described)  # which would keep the state
-        pending = PendingSave(work.store.url, staging.done if staging else _set())
+        events = (staging.done, staging.unread) if staging else (_set(),)
+        pending = PendingSave(work.store.url, *events)
         self._hook(optimizers)
         self._run(pending, lambda: self._save(pending, work, store, staging, trouble))
         if staging is not None:
@@ -148,8 +151,13 @@ class BackgroundSaver:
                 pending.end(receipt, failed)
 
         # Not a daemon: the interpreter waits for it before it ends.
-        threading.Thread(target=run, name="milepost-save").start()
-        self._current = pending  # now that it will end: where no thread can be had, nobody must wait for it
+        thread = threading.Thread(target=run, name="milepost-save")
+        try:
+            thread.start()
+        except RuntimeError as error:  # a limit, or the interpreter is about to end; other ranks wait for this one
+            _log.warning("%s: the save to %s is made in front", error, pending.url)
+            run()
+        self._current = pending
 
     def _save(
         self, pending: PendingSave, work: Work, store: bytes, staging: Staging | None, trouble: BaseException | None
@@ -221,7 +229,7 @@ class BackgroundSaver:
         """The writing processes, which all ranks start together."""
         if self._writers is None:
             self._starts += 1
-            link, self._link = self._link or Link(), None
+            link, self._link = self._link or start(), None
             self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
         return self._writers
 
@@ -260,9 +268,18 @@ class BackgroundSaver:
         return self.take_error()
 
     def check_open(self) -> None:
-        """Raises InvalidRequest after `close`."""
+        """Raises InvalidRequest after `close`, and in a fork of the process."""
         if self._closed:
             raise InvalidRequest("this saver is closed")
+        if self._forked:
+            raise InvalidRequest(
+                f"this saver belongs to process {self._process}, and this is a fork; make another here"
+            )
+
+    @property
+    def _forked(self) -> bool:
+        """Whether this is a copy in a fork: the thread that saves is not there, and the process that writes is another's."""
+        return os.getpid() != self._process
 
     def wait(self) -> None:
         """Return when no save is under way. Raises what the last one met, if nobody has asked."""
@@ -273,7 +290,7 @@ class BackgroundSaver:
 
     def take_error(self) -> BaseException | None:
         """Wait until no save is under way. Gives what the last one met, if nobody has asked: now somebody has."""
-        if self._current is None:
+        if self._current is None or self._forked:
             return None
         self._current.join()
         error = self._current.untold_error
@@ -282,7 +299,7 @@ class BackgroundSaver:
 
     def join(self) -> None:
         """Return when no save is under way."""
-        if self._current is not None:
+        if self._current is not None and not self._forked:
             self._current.join()
 
     def close(self) -> None:
@@ -291,6 +308,8 @@ class BackgroundSaver:
             return
         error = self.take_error()
         self._closed = True
+        if self._forked:
+            return
         for handle in self._hooks.values():
             handle.remove()
         self._stop_writers()
@@ -304,12 +323,12 @@ class BackgroundSaver:
         """Let these optimizers wait, before each step, until the state may be changed."""
         for optimizer in optimizers:
             if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._wait_staged)
+                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._wait_unread)
 
-    def _wait_staged(self, *_: Any) -> None:
+    def _wait_unread(self, *_: Any) -> None:
         # What went wrong is told elsewhere: here it only matters that nobody reads the state any more.
         if self._current is not None:
-            self._current.join_staging()
+            self._current.join_reading()
 
 
 def finish(comm: Comm, url: str, then: Callable[[Comm], None] | None) -> None:

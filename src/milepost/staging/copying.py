@@ -3,6 +3,7 @@
 import os
 from collections import deque
 from collections.abc import Iterator
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -17,7 +18,6 @@ _PIECE_BYTES = 64 * MIB
 _BATCH_COPIES = 32
 _BATCH_BYTES = 256 * MIB
 _ORDINARY = {torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8}
-_SMALL_BYTES = MIB
 _SLAB_BYTES = 1024 * MIB
 _ALIGN_BYTES = 512
 _THREADS = 4
@@ -182,50 +182,47 @@ def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
 
     Raises torch.OutOfMemoryError where there is no room.
     """
+    clones: dict[int, torch.Tensor] = {}
     with torch.no_grad():
-        clones = _places_on_devices(sources)
-        small: dict[tuple[torch.device, torch.dtype], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-        for source, clone in zip(sources, clones, strict=True):
-            bits = _bits(source)
-            if bits.nbytes >= _SMALL_BYTES:
-                as_bits(clone).copy_(bits, non_blocking=True)
-                continue
-            targets, theirs = small.setdefault((bits.device, bits.dtype), ([], []))
-            targets.append(as_bits(clone))
-            theirs.append(bits)
-        for targets, theirs in small.values():
-            # Many at once: thousands of small tensors would take longer to ask for than to copy.
-            torch._foreach_copy_(targets, theirs)
-    return clones
+        plain = [source if source.dtype in _ORDINARY and not _is_lazy(source) else _bits(source) for source in sources]
+        groups: dict[tuple[torch.device, torch.dtype, bool], list[int]] = {}
+        for i, source in enumerate(plain):
+            groups.setdefault((source.device, source.dtype, source.is_contiguous()), []).append(i)
+        for group in groups.values():
+            for run in _runs(group, plain):
+                clones.update(zip(run, _places_on_device([plain[i] for i in run]), strict=True))
+            # In one call, and not with others that are not contiguous: those it would copy one by one, and these too.
+            torch._foreach_copy_([clones[i] for i in group], [plain[i] for i in group])
+    return [clones[i].view(source.dtype) for i, source in enumerate(sources)]
 
 
-def _places_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Memory for a copy of each, cut from few large blocks.
+def _runs(numbers: list[int], sources: list[torch.Tensor]) -> Iterator[list[int]]:
+    """The numbers in groups whose tensors share a block."""
+    run: list[int] = []
+    size_bytes = 0
+    for i in numbers:
+        if run and size_bytes + sources[i].nbytes > _SLAB_BYTES:
+            yield run
+            run, size_bytes = [], 0
+        run.append(i)
+        size_bytes += sources[i].nbytes
+    yield run
+
+
+def _places_on_device(sources: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Memory for a copy of each, cut from one large block; all are on one device and of one type.
 
     Blocks of the size of each would be those that training has given back and asks for again in its next step. It would have
     to get new ones from the driver then, which took a second.
     """
-    places: list[torch.Tensor] = [torch.empty(0)] * len(sources)
-    for run in _runs(sources):
-        lengths = [-(-sources[i].nbytes // _ALIGN_BYTES) * _ALIGN_BYTES for i in run]
-        memory = torch.empty(sum(lengths), dtype=torch.uint8, device=sources[run[0]].device)
-        for i, piece in zip(run, torch.split(memory, lengths), strict=True):
-            places[i] = piece[: sources[i].nbytes].view(sources[i].dtype).view(sources[i].shape)
-    return places
-
-
-def _runs(sources: list[torch.Tensor]) -> Iterator[list[int]]:
-    """Their numbers, in groups on one device that share a block."""
-    runs: dict[torch.device, list[int]] = {}
-    sizes: dict[torch.device, int] = {}
-    for i, source in enumerate(sources):
-        device = source.device
-        if sizes.get(device, 0) + source.nbytes > _SLAB_BYTES and device in runs:
-            yield runs.pop(device)
-            sizes[device] = 0
-        runs.setdefault(device, []).append(i)
-        sizes[device] = sizes.get(device, 0) + source.nbytes
-    yield from runs.values()
+    align = _ALIGN_BYTES // sources[0].element_size()
+    starts = [0, *accumulate(-(-source.numel() // align) * align for source in sources)]
+    block = torch.empty(starts[-1], dtype=sources[0].dtype, device=sources[0].device)
+    for source, start in zip(sources, starts, strict=False):
+        if source.is_contiguous():
+            yield block.as_strided(source.shape, source.stride(), start)
+        else:
+            yield block[start : start + source.numel()].view(source.shape)
 
 
 def room_on(device: torch.device) -> int:

@@ -109,7 +109,7 @@ class Staging:
     def __init__(self, stager: Stager, described: Described, packed: Packed, way: Way, owned: Owned | None) -> None:
         self._stager, self._described, self._packed = stager, described, packed
         self.at_return, self.done = threading.Event(), threading.Event()
-        on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if data.is_cuda]
+        on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if _is_on_gpu(data)]
         self.way = _chosen(way, on_gpu, owned, 1 if stager.has_cloned else 2)
         self._clones: dict[int, torch.Tensor] = {}
         if self.way == "device":
@@ -122,6 +122,11 @@ class Staging:
         self._may_wait = self._rule(owned)
         if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
             self.at_return.set()
+
+    @property
+    def unread(self) -> threading.Event:
+        """Set when nobody reads the state any more: where it was copied on the GPU, long before `done`."""
+        return self.at_return if self.way == "device" else self.done
 
     def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
         """Which tensors may be copied after the caller went on."""
@@ -204,6 +209,10 @@ class Staging:
         return in_place_of(
             self._described, lambda data, dtype, shape: self._packed.slots.get(id(data)) or Slot(0, dtype, shape)
         )
+
+
+def _is_on_gpu(data: torch.Tensor) -> bool:
+    return data.is_cuda
 
 
 def _pins(sources: list[tuple[torch.Tensor, Slot]]) -> bool:

@@ -145,7 +145,7 @@ class LocalStore:
         `durable`: its folder is synced, whether the object was still there or not.
         """
         path = self._path(name)
-        with _explained("delete", path), contextlib.suppress(FileNotFoundError):
+        with _explained("delete", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             folder = _folder_inside(self.root, check_name(name))
             try:
                 os.unlink(path.name, dir_fd=folder)
@@ -391,7 +391,11 @@ def _create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
         with contextlib.suppress(FileNotFoundError):
             _make_folders(root, made)
             return _open_inside(root, parts, os.O_CREAT | os.O_EXCL | os.O_WRONLY, make=True)
-    raise StorageError(f"cannot create {root.joinpath(*parts)}: its folder is removed again and again by someone else")
+    dangling = next(
+        (f"{one} is a link to nothing" for one in (root, *root.parents) if one.is_symlink() and not one.exists()), ""
+    )
+    why = dangling or "its folder is removed again and again by someone else, or cannot be made"
+    raise StorageError(f"cannot create {root.joinpath(*parts)}: {why}")
 
 
 def _make_folders(folder: Path, made: set[Path]) -> None:

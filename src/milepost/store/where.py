@@ -1,7 +1,7 @@
 """From what the user writes to a store: a path, a `file://` or `memory://` URL, or a store itself."""
 
 import os
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from milepost.errors import InvalidRequest
 from milepost.store.base import Store
@@ -18,7 +18,7 @@ _MEMORY: dict[str, MemoryStore] = {}
 def store_at(where: Where) -> Store:
     """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known."""
     if isinstance(where, os.PathLike):
-        return LocalStore(where)
+        return _in_folder(os.fspath(where))
     if not isinstance(where, str) and all(hasattr(where, verb) for verb in _VERBS):
         # Not isinstance: that would not see what a store that wraps another hands on.
         return where
@@ -26,14 +26,26 @@ def store_at(where: Where) -> Store:
         raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {where!r}")
     scheme, separator, rest = where.partition("://")
     if not separator:
-        return LocalStore(where)
+        return _in_folder(where)
     if scheme == "memory":
         return _MEMORY.setdefault(rest.strip("/"), MemoryStore(where.rstrip("/")))
     if scheme == "file":
-        parts = urlsplit(where)
-        if parts.netloc not in ("", "localhost"):
-            raise InvalidRequest(
-                f"{where!r} names the host {parts.netloc!r}; a file URL has three slashes: file:///path"
-            )
-        return LocalStore(unquote(parts.path))
+        # All of it is the path, `?` and `#` too: two places must not become one.
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost") or not slash:
+            raise InvalidRequest(f"{where!r} names the host {host!r}; a file URL has three slashes: file:///path")
+        return _in_folder(unquote(f"/{path}", errors="surrogateescape"))
     raise InvalidRequest(f"{where!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
+
+
+def _in_folder(path: str) -> LocalStore:
+    try:
+        if b"\0" in os.fsencode(path):
+            raise InvalidRequest(f"{path!r} is not a path: it holds a null character")
+        return LocalStore(path)
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(f"{path!r} is not a path: {error.reason}") from None
+    except FileNotFoundError:
+        raise InvalidRequest(
+            f"{path!r} starts at the working folder, which was removed; pass an absolute path"
+        ) from None
