@@ -8,7 +8,7 @@ import random
 import shutil
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -181,11 +181,10 @@ def freeing(pipes: list[Path]) -> Iterator[list[Path]]:
     def free() -> None:
         while not done.wait(PIPE_S):
             for pipe in pipes:
-                try:  # fails where nobody waits
-                    os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
-                    stuck.append(pipe)
-                except OSError:
-                    continue
+                with suppress(OSError):  # which says that nobody waits
+                    handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+                    stuck.append(pipe)  # before whoever waits goes on
+                    os.close(handle)
 
     thread = threading.Thread(target=free)
     thread.start()

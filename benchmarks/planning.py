@@ -27,7 +27,7 @@ import statistics
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import lru_cache
@@ -43,7 +43,7 @@ from milepost.comm import BoardComm, MemoryBoard, Phase
 from milepost.core import box, layout, ranks
 from milepost.core.agreement import Terms, group_of, make_plan
 from milepost.core.layout import Grid
-from milepost.core.manifest import seal, unseal
+from milepost.core.manifest import seal, shard_name, unseal
 from milepost.core.plan import read_plan, written_by
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.table import TensorRow
@@ -275,6 +275,22 @@ class Seat:
         self.crowd.board.remove(name)
 
 
+class CrowdedStore(MemoryStore):
+    """In which a file that one rank wrote is there for all that it stands for: before it commits, the lead looks for them."""
+
+    def __init__(self, crowd: Crowd) -> None:
+        super().__init__()
+        self.crowd = crowd
+
+    def list(self, prefix: str) -> Iterator[str]:
+        folder, _, save_id = prefix.rstrip("/").partition("/")
+        if folder != "data" or not save_id:
+            return super().list(prefix)
+        there = set(super().list(prefix))
+        of = {rank: shard_name(save_id, real) for rank, real in self.crowd.stands_for.items()}
+        return iter([shard_name(save_id, rank) for rank, name in of.items() if name in there])
+
+
 class TimedComm(BoardComm):
     """Adds up the CPU seconds that a rank spends in meetings; waiting takes none."""
 
@@ -302,7 +318,7 @@ class Saved:
 def save_twice(job: Job) -> Saved:
     """Run the real save of a job twice, with the same plans."""
     crowd = Crowd(job.world, job.groups)
-    store, plans = MemoryStore(), {rank: milepost.Plans() for rank in crowd.weight}
+    store, plans = CrowdedStore(crowd), {rank: milepost.Plans() for rank in crowd.weight}
     states = {rank: job.state(rank, tiny=True) for rank in crowd.weight}
     comms = {rank: TimedComm(Seat(crowd, rank), rank, job.world, TIMEOUT_S) for rank in crowd.weight}
     sent, spent = [], []
