@@ -25,7 +25,7 @@ class Tally:
     def text(self) -> str:
         """As a cell of the table: the most frequent first."""
         ordered = sorted(self.counts.items(), key=lambda item: -item[1])
-        return ", ".join(f"{count} {name}" for name, count in ordered) or "not run"
+        return "; ".join(f"{count} {name}" for name, count in ordered) or "not run"
 
 
 @dataclass(frozen=True, slots=True)

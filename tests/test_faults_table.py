@@ -45,7 +45,7 @@ def test_a_counting_becomes_a_tally_with_the_most_frequent_first():
     for ending in ("rare", "fine", "fine"):
         counting.add(ending)
     assert counting.tally.trials == 3
-    assert counting.tally.text == "2 fine, 1 rare"
+    assert counting.tally.text == "2 fine; 1 rare"
 
 
 def test_a_row_is_ok_only_if_every_trial_kept_the_promise():
@@ -62,9 +62,9 @@ def test_the_percentage_of_one_broken_promise_in_a_million_is_not_rounded_to_100
 def test_the_cells_stand_in_order_of_numbers_with_what_was_not_run():
     lines = faults.cells(ALL)
     assert [line[0] for line in lines] == ["2", "5", "7", "13"]
-    assert lines[0] == ["2", "a fault", "3 fine", "2 lost, 1 fine", "yes"]
+    assert lines[0] == ["2", "a fault", "3 fine", "2 lost; 1 fine", "yes"]
     assert lines[1][-1] == lines[2][-1] == "not run"
-    assert lines[3] == ["13", "a fault", "3 fine, 1 lost", "", "NO"]
+    assert lines[3] == ["13", "a fault", "3 fine; 1 lost", "", "NO"]
 
 
 def test_the_table_of_text_wraps_long_cells_and_keeps_all_words():
@@ -87,7 +87,7 @@ def test_the_page_has_counts_machine_table_and_notes_and_escapes_what_would_be_m
     assert "7 trials of Milepost" in text
     assert "3 of DCP; 1 of 3 rows kept the promise, 1 were not run" in text
     assert "    one machine\n    with a disk\n" in text
-    assert "| 13 | a fault | 3 fine, 1 lost |  | NO |" in text
+    assert "| 13 | a fault | 3 fine; 1 lost |  | NO |" in text
     assert "* **13** By hand. A \\| b &lt;c>." in text
 
 
