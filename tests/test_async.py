@@ -1300,8 +1300,7 @@ class TorchPlanner(TorchSavePlanner):
 LAZY = [
     milepost.DefaultSavePlanner,
     None,
-    # BUG: `async_saving.copied_state` copies by torch's stager, which forgets that a tensor is a conjugate or negative.
-    SpellingPlanner,
+    SpellingPlanner,  # gets a copy by torch's stager, which forgets that a tensor is a conjugate or negative
 ]
 
 

@@ -63,6 +63,7 @@ def save(
     `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
     """
     comm = ranks_of(process_group, timeout_s)
+    by_plans = planner is not None or storage_writer is not None
     try:
         options = make_options(
             metadata=metadata,
@@ -78,10 +79,10 @@ def save(
             progress=progress,
         )
     except InvalidRequest as error:
-        if planner is None and storage_writer is None:
+        if not by_plans:
             refuse(store_at(_given(where)), comm, error)  # the options of other ranks may be right
         raise
-    if planner is None and storage_writer is None:
+    if not by_plans:
         return save_state(state, store_at(_given(where)), comm, options)
     if storage_writer is None:
         storage_writer = FileSystemWriter(

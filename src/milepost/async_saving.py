@@ -62,7 +62,7 @@ class AsyncSaver:
         if staging_bytes is not None and staging_bytes < 0:
             raise InvalidRequest(f"staging_bytes is not negative, as {staging_bytes} is")
         comm = ranks_of(process_group, timeout_s)
-        self._saver = BackgroundSaver(comm, timeout_s, background, staging_bytes, when_busy)
+        self._saver = BackgroundSaver(comm, background, staging_bytes, when_busy)
 
     def save(
         self,

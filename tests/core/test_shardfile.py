@@ -3,7 +3,6 @@
 import json
 import math
 import struct
-import time
 
 import msgspec
 import pytest
@@ -223,12 +222,12 @@ def test_a_hostile_header_is_refused_with_a_value_error(kind):
 
 
 @pytest.mark.parametrize("entry", [b'"%d":{}', b'"%d" : {"dtype":"U8","shape":[0],"data_offset\\u0073":[0,0]}'])
-def test_more_entries_than_any_file_has_are_refused_before_they_are_parsed(entry):
+def test_more_entries_than_any_file_has_are_refused_before_they_are_parsed(entry, monkeypatch):
+    for decoder in ("_NOTES", "_ENTRIES"):
+        monkeypatch.setattr(f"milepost.core.shardfile.{decoder}", None)
     data = packed(b"{" + b",".join(entry % i for i in range(MAX_ENTRIES + 1)) + b"}")
-    start = time.process_time()
     with pytest.raises(ValueError, match="over the limit"):
         read_header(data, len(data), BLOCK)
-    assert time.process_time() - start < 0.25
 
 
 @st.composite

@@ -48,10 +48,8 @@ class BackgroundSaver:
     Every rank makes the same calls. `comm`: the ranks; what happens in the background they discuss aside.
     """
 
-    def __init__(
-        self, comm: Comm, timeout_s: float, background: Background, limit_bytes: int | None, when_busy: WhenBusy
-    ) -> None:
-        self._front, self._timeout_s, self._background, self._when_busy = comm, timeout_s, background, when_busy
+    def __init__(self, comm: Comm, background: Background, limit_bytes: int | None, when_busy: WhenBusy) -> None:
+        self._front, self._background, self._when_busy = comm, background, when_busy
         self._comm, self._asking = comm.aside(), comm.aside()
         self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
         # It takes some seconds to start: so it begins now.
@@ -96,8 +94,8 @@ class BackgroundSaver:
                 raise
             trouble = error  # the others hear of it where they wait, in the background
         work = replace(work, describing=_was_described)  # which would keep the state
-        events = (staging.done, staging.unread) if staging else (_set(),)
-        pending = PendingSave(work.store.url, *events)
+        url = work.store.url
+        pending = PendingSave(url, staging.done, staging.unread) if staging else PendingSave(url, _set())
         self._hook(optimizers)
         self._run(pending, lambda: self._save(pending, work, store, staging, trouble))
         if staging is not None:
@@ -230,7 +228,7 @@ class BackgroundSaver:
         if self._writers is None:
             self._starts += 1
             link, self._link = self._link or start(), None
-            self._writers = Writers(link, self._comm, self._front.group, self._timeout_s)
+            self._writers = Writers(link, self._comm, self._front.group)
         return self._writers
 
     def _choose_writers(self, url: str) -> None:
@@ -327,7 +325,7 @@ class BackgroundSaver:
 
     def _wait_unread(self, *_: Any) -> None:
         # What went wrong is told elsewhere: here it only matters that nobody reads the state any more.
-        if self._current is not None:
+        if self._current is not None and not self._forked:
             self._current.join_reading()
 
 

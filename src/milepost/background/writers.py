@@ -28,38 +28,38 @@ class Writers:
     `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
     """
 
-    def __init__(self, link: Link, comm: Comm, group: Any, timeout_s: float) -> None:
+    def __init__(self, link: Link, comm: Comm, group: Any) -> None:
         self.comm: Comm = comm
         self.link = link
         self.shared_version = 0
         self._store: Any = None
         try:
-            self._bring_up(comm, group, timeout_s)
+            self._bring_up(comm, group)
         except BaseException:
             self.close()
             raise
 
-    def _bring_up(self, comm: Comm, group: Any, timeout_s: float) -> None:
+    def _bring_up(self, comm: Comm, group: Any) -> None:
         if comm.size == 1:
-            self.link.meet(Ranks(0, 1, 0, timeout_s, None))
+            self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
             return
         phase = Phase("saving in", "the background", "starting the writing processes")
-        packed = together(comm, phase, lambda: self._start(comm, group, timeout_s), lambda notes: notes[comm.lead])
+        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.lead])
         address = _ADDRESSES.decode(packed)
-        together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address, timeout_s))
+        together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
-        self.comm = BoardComm(board, comm.rank, comm.size, timeout_s, comm.index_of, comm.lead)
+        self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.lead)
 
-    def _start(self, comm: Comm, group: Any, timeout_s: float) -> bytes:
+    def _start(self, comm: Comm, group: Any) -> bytes:
         if comm.rank != comm.lead:
             return b""
-        port = self.link.meet(Ranks(comm.rank, comm.size, comm.lead, timeout_s, None))
+        port = self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, None))
         return msgspec.msgpack.encode((address_for(group), port))
 
-    def _connect(self, comm: Comm, address: tuple[str, int], timeout_s: float) -> bytes:
+    def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
         if comm.rank != comm.lead:
-            self.link.meet(Ranks(comm.rank, comm.size, comm.lead, timeout_s, address))
+            self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, address))
         return b""
 
     def share(self, handle: int, size_bytes: int, version: int) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from milepost.api import TIMEOUT_S
 from milepost.async_saving import copied_state
 from milepost.background import BackgroundSaver, PendingSave, Work
 from milepost.by_plans import is_plain, noted, options_with
@@ -121,5 +120,5 @@ def _saver_for(comm: Comm, group: Any, no_dist: bool, kind: AsyncCheckpointerTyp
     in_process = kind == AsyncCheckpointerType.PROCESS
     key = (None if no_dist else group, no_dist, in_process)
     if key not in _savers:
-        _savers[key] = BackgroundSaver(comm, TIMEOUT_S, "process" if in_process else "thread", None, "wait")
+        _savers[key] = BackgroundSaver(comm, "process" if in_process else "thread", None, "wait")
     return _savers[key]
