@@ -94,7 +94,7 @@ CALLS: dict[str, Callable[[str], bytes]] = {
     "dotted_name": lambda c: text_call("torch", "os.system", f"touch {c}"),
     "hub": lambda c: text_call("torch.hub", "load", c),
     "pickle_loads": lambda _: b"c_pickle\nloads\nC\x01a\x85R",
-    "our_own": lambda c: text_call("milepost.formats.virtual", "unpickled", c),
+    "our_own": lambda c: text_call("milepost.formats.read.virtual", "unpickled", c),
     "from_type_gadget": lambda c: (
         b"ctorch._tensor\n_rebuild_from_type_v2\n(cposix\nsystem\nctorch\nTensor\nX"
         + struct.pack("<I", len(f"touch {c}")) + f"touch {c}".encode() + b"\x85}tR"

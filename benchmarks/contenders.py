@@ -181,7 +181,7 @@ def milepost_save_unsummed(state: State, folder: Path) -> None:
     def zeros(views: Sequence[memoryview], block_bytes: int) -> list[int]:
         return [0] * -(-sum(map(len, views)) // block_bytes)
 
-    with patch("milepost.write.sums_of", zeros):
+    with patch("milepost.data.write.sums_of", zeros):
         milepost_save(state, folder)
 
 

@@ -11,12 +11,12 @@ from functools import cache, lru_cache
 from types import CodeType
 from typing import Any
 
-from milepost import values
-from milepost.core import alike, box, digits, layout, manifest, private, ranks, shardfile, tree
-from milepost.formats import archive, content, dcp, pickles, recognise, virtual
+from milepost.core import box, hash_flood, layout, manifest, private_record, ranks, shardfile, strict_int, tree
+from milepost.formats.read import archive, content, dcp, pickles, recognise, virtual
+from milepost.state import values
 
 WATCHED = (
-    *(alike, box, digits, layout, manifest, private, ranks, shardfile, tree, values),
+    *(box, hash_flood, layout, manifest, private_record, ranks, shardfile, strict_int, tree, values),
     *(archive, content, dcp, pickles, recognise, virtual),
 )
 """The modules that turn bytes into something."""

@@ -30,10 +30,10 @@ from torch.distributed.checkpoint.metadata import StorageMeta
 import milepost
 from milepost.core import manifest as manifests
 from milepost.core import shardfile
-from milepost.core.private import read_private
-from milepost.formats.content import read_content
-from milepost.formats.recognise import recognise
-from milepost.values import Codec
+from milepost.core.private_record import read_private
+from milepost.formats.read.content import read_content
+from milepost.formats.read.recognise import recognise
+from milepost.state.values import Codec
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from attacks import forge, on_foreign

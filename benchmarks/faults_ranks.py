@@ -285,7 +285,7 @@ def writers_of(trainer: int | None) -> list[int]:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = path.read_bytes().split(b"\0")
-            if b"milepost.background.worker" in b"".join(words) and words[-2] == str(trainer).encode():
+            if b"milepost.background.process.server" in b"".join(words) and words[-2] == str(trainer).encode():
                 found.append(int(path.parent.name))
     return found
 

@@ -25,13 +25,13 @@ import safetensors
 import torch
 
 from milepost.core import manifest as manifests
-from milepost.core import private, shardfile
+from milepost.core import private_record, shardfile
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import Node
-from milepost.formats.content import Strided
-from milepost.formats.pickles import Maker, Opaque, Record
-from milepost.values import Codec
+from milepost.formats.read.content import Strided
+from milepost.formats.read.pickles import Maker, Opaque, Record
+from milepost.state.values import Codec
 
 MOST_RANKS, MOST_BOXES, MOST_DATA_BYTES = 256, 64, 1 << 20
 """Beyond these, what would take long is not looked at."""
@@ -94,11 +94,11 @@ def is_tree(nodes: tuple[Node, ...]) -> bool:
     )
 
 
-def sound_private(_data: bytes, found: private.Private) -> bool:
+def sound_private(_data: bytes, found: private_record.Private) -> bool:
     """Whether it is the same after another round, its tree is one, and it holds what the tree names."""
     keys = {row.key for row in (*found.values, *found.tensors)}
     there = all(node.key in keys for node in found.tree if node.kind in ("tensor", "value"))
-    return private.read_private(msgspec.json.encode(found)) == found and there and is_tree(found.tree)
+    return private_record.read_private(msgspec.json.encode(found)) == found and there and is_tree(found.tree)
 
 
 def sound_header(data: bytes, found: shardfile.Header) -> bool:

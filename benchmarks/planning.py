@@ -42,15 +42,15 @@ import milepost
 from milepost.comm import BoardComm, MemoryBoard, Phase
 from milepost.core import box, layout, ranks
 from milepost.core.agreement import Terms, group_of, make_plan
+from milepost.core.division import read_plan, written_by
 from milepost.core.layout import Grid
 from milepost.core.manifest import seal, shard_name, unseal
-from milepost.core.plan import read_plan, written_by
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.table import TensorRow
-from milepost.describing import describe
+from milepost.saving.describe import describe
+from milepost.state.values import Codec
 from milepost.store.memory import MemoryStore
 from milepost.testing import on_mesh, simulate_save
-from milepost.values import Codec
 
 SHAPE = (16384, 1024)
 STAGES, SHARDS, TENSOR_PARALLEL = 8, 8, 4

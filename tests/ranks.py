@@ -84,5 +84,12 @@ def _run(rank: int, world: int, port: int, sender: Any, work: Callable[..., Any]
 def preload() -> None:
     """Import torch once in the fork server: each rank then starts in a fraction of a second."""
     mp.set_forkserver_preload(
-        ["torch", "torch.distributed", "torch.distributed.tensor", "milepost.api", "milepost.async_saving", "ranks"]
+        [
+            "torch",
+            "torch.distributed",
+            "torch.distributed.tensor",
+            "milepost.api",
+            "milepost.background.async_saving",
+            "ranks",
+        ]
     )

@@ -23,11 +23,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import milepost
+from milepost.background.staging import staging
+from milepost.background.staging.copying import Copier
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, MIB
-from milepost.staging import staging
-from milepost.staging.copying import Copier
 from milepost.store import LocalStore
 from milepost.testing import CountingStore
 from ranks import spawn
@@ -720,7 +720,7 @@ def test_where_no_memory_can_be_had_the_state_is_written_from_where_it_is(saver,
     expected = saved_now(state, tmp_path / "now")
     with monkeypatch.context() as patched:
         patched.setattr(
-            "milepost.staging.arena.Arena._new_pages", lambda *_: (_ for _ in ()).throw(MemoryError("none"))
+            "milepost.background.staging.arena.Arena._new_pages", lambda *_: (_ for _ in ()).throw(MemoryError("none"))
         )
         pending = saver.save(state, tmp_path / "later")
         spoil(state)

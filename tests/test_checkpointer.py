@@ -21,10 +21,10 @@ from milepost import (
     StateMismatch,
     StorageError,
 )
-from milepost.commit import REMOVED, aim
+from milepost.commit.publish import REMOVED, aim
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.manifest import manifest_name, shard_name
-from milepost.retention import MAX_STEP, Rule, Shelf, finish_removal, remove_checkpoint, step_name
+from milepost.steps.retention import MAX_STEP, Rule, Shelf, finish_removal, remove_checkpoint, step_name
 from milepost.store import LocalStore, Within
 from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
 from ranks import spawn

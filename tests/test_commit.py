@@ -11,7 +11,7 @@ import torch
 import xxhash
 
 import milepost
-from milepost.commit import generations, parse, read_manifest, sweep
+from milepost.commit.publish import generations, parse, read_manifest, sweep
 from milepost.core.limits import MAX_MANIFEST_BYTES
 from milepost.core.manifest import seal
 from milepost.store import LocalStore
@@ -210,7 +210,7 @@ def test_more_tensors_than_a_file_may_have_are_refused_before_anything_is_writte
 POOR = """
 import resource, sys
 from pathlib import Path
-from milepost.commit import parse
+from milepost.commit.publish import parse
 from milepost.errors import UnsafeCheckpoint
 data = Path(sys.argv[1]).read_bytes()
 mapped = 1024 * int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0])

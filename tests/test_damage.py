@@ -447,6 +447,6 @@ def test_a_file_that_says_that_it_belongs_elsewhere_is_refused_though_its_checks
 
 def test_a_table_of_checksums_over_the_limit_is_refused_before_it_is_read(monkeypatch):
     store = forged(["wide", "narrow"])
-    monkeypatch.setattr("milepost.read.MAX_TABLE_BYTES", 7)
+    monkeypatch.setattr("milepost.data.read.MAX_TABLE_BYTES", 7)
     with milepost.open(store) as checkpoint, pytest.raises(UnsafeCheckpoint, match="a table of 8 bytes, over 7"):
         checkpoint.state()

@@ -21,12 +21,12 @@ import milepost
 from golden import make
 from milepost import CheckpointDamaged, MemoryStore, StorageError, Transfer
 from milepost.core.box import Box
+from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB, PAGE_BYTES
-from milepost.core.plan import read_plan
 from milepost.core.shardfile import read_header
-from milepost.place import place_all, placement_of
-from milepost.read import Files
+from milepost.data.place import place_all, placement_of
+from milepost.data.read import Files
 from milepost.store import LocalStore
 from milepost.testing import CountingStore, run_ranks
 from strategies import boxes_in, examples
@@ -231,8 +231,8 @@ def test_pinned_memory_that_does_not_start_at_a_page_gives_the_right_data(tmp_pa
         return memory[(64 - memory.data_ptr()) % PAGE_BYTES :]
 
     monkeypatch.setattr(torch, "empty", empty_off_page)
-    monkeypatch.setattr("milepost.place.needs_pinned", lambda tensors: True)
-    monkeypatch.setattr("milepost.write.needs_pinned", lambda tensors: True)
+    monkeypatch.setattr("milepost.data.place.needs_pinned", lambda tensors: True)
+    monkeypatch.setattr("milepost.data.write.needs_pinned", lambda tensors: True)
     state = {"t": random_tensor("float32", 600, 700).t()}
     milepost.save(state, tmp_path)
     target = {"t": blank(state["t"].t()).t()}
@@ -486,7 +486,7 @@ def test_a_lazy_tensor_gives_the_same_region_again_and_again(tmp_path):
 
 @pytest.mark.parametrize("most", [1, 2])
 def test_more_files_than_may_be_open_are_read_by_several_threads_and_closed(tmp_path, monkeypatch, most):
-    monkeypatch.setattr("milepost.read.MAX_OPEN", most)
+    monkeypatch.setattr("milepost.data.read.MAX_OPEN", most)
     save_cut(LocalStore(tmp_path), wholes(), 5, 0)
     gc.collect()
     handles = len(os.listdir("/proc/self/fd"))
@@ -529,7 +529,7 @@ def test_the_golden_checkpoint_with_its_larger_blocks_loads_within_any_budget(bu
 def test_checkpoints_with_blocks_of_other_sizes_are_read_and_checked(tmp_path, monkeypatch, size):
     state = {"a": random_tensor("float32", 1000, 700), "b": random_tensor("float64", 300, 300), "c": torch.ones(3)}
     with monkeypatch.context() as patch:
-        patch.setattr("milepost.write.BLOCK_BYTES", size)
+        patch.setattr("milepost.data.write.BLOCK_BYTES", size)
         patch.setattr("milepost.core.manifest.BLOCK_BYTES", size)
         milepost.save(state, tmp_path, transfer=Transfer(2, 16 * MIB))
     assert milepost.open(tmp_path).manifest.block_bytes == size

@@ -73,7 +73,7 @@ def test_a_refusal_is_good():
         ("manifest, sealed again", "milepost.core.manifest.check_leaves"),
         ("manifest, sealed again", "milepost.core.layout.find_gap"),
         ("header", "milepost.core.shardfile._check_entries"),
-        ("private record", "milepost.core.private.grow"),
+        ("private record", "milepost.core.private_record.grow"),
     ],
 )
 def test_a_decoder_without_one_of_its_checks_is_found_out(monkeypatch, name, check):

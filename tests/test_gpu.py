@@ -125,7 +125,7 @@ def test_an_async_save_from_a_gpu_is_the_state_at_the_call(tmp_path, stage, back
 def test_without_room_on_the_gpu_it_is_copied_to_the_host(tmp_path, monkeypatch):
     state = {"w": torch.rand(1 << 20, device="cuda")}
     with milepost.AsyncSaver() as saver:
-        monkeypatch.setattr("milepost.staging.staging.room_on", lambda device: 0)
+        monkeypatch.setattr("milepost.background.staging.snapshot.room_on", lambda device: 0)
         pending = saver.save(state, tmp_path / "1")
         assert pending.staged()
         monkeypatch.undo()
@@ -133,7 +133,7 @@ def test_without_room_on_the_gpu_it_is_copied_to_the_host(tmp_path, monkeypatch)
         def full(tensors):
             raise torch.OutOfMemoryError("full")
 
-        monkeypatch.setattr("milepost.staging.staging.clone_on_devices", full)
+        monkeypatch.setattr("milepost.background.staging.snapshot.clone_on_devices", full)
         pending.result(60)
         expected = state["w"].clone()
         pending = saver.save(state, tmp_path / "2")

@@ -31,8 +31,8 @@ from milepost import (
 )
 from milepost.comm import Phase
 from milepost.comm.distributed import ranks_of
+from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
 from milepost.testing import run_ranks
-from milepost.torch_border import MilepostReader, MilepostWriter
 from ranks import spawn
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
@@ -471,7 +471,7 @@ class Rot(milepost.StreamTransformExtension):
 
 @pytest.mark.parametrize("order", [["zstd"], ["rot"], ["zstd", "rot"], ["rot", "zstd"]])
 def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, monkeypatch, order):
-    monkeypatch.setitem(milepost.extension.REGISTRY.extensions, "rot@tests", Rot)
+    monkeypatch.setitem(milepost.data.transforms.REGISTRY.extensions, "rot@tests", Rot)
     kinds = {"zstd": milepost.ZStandard, "rot": Rot}
     run_ranks(
         2,
@@ -492,7 +492,7 @@ def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, mon
         milepost.load(state, tmp_path, planner=planner)
         assert_full(state)
     if "rot" in order:
-        monkeypatch.delitem(milepost.extension.REGISTRY.extensions, "rot@tests")
+        monkeypatch.delitem(milepost.data.transforms.REGISTRY.extensions, "rot@tests")
         with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
             milepost.load(blank(), tmp_path)
         registry = milepost.ExtensionRegistry()
@@ -517,7 +517,7 @@ def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_pa
     torch_dcp.save(state, storage_writer=writer, no_dist=True)
     with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
         milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
-    monkeypatch.setitem(milepost.extension.REGISTRY.extensions, "rot@tests", Rot)
+    monkeypatch.setitem(milepost.data.transforms.REGISTRY.extensions, "rot@tests", Rot)
     found = milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
     assert torch.equal(found["w"], WHOLE)
     assert found["lr"] == 0.5

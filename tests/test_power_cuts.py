@@ -11,9 +11,9 @@ import torch
 
 from milepost import Checkpointer, CheckpointNotFound, MemoryStore, StorageError
 from milepost import open as open_checkpoint
-from milepost.commit import REMOVED
+from milepost.commit.publish import REMOVED
 from milepost.core.manifest import manifest_name
-from milepost.retention import finish_removal, remove_checkpoint, step_name
+from milepost.steps.retention import finish_removal, remove_checkpoint, step_name
 from milepost.store import LocalStore, Within
 from milepost.testing import CountingStore, Crash, UnsyncedStore
 

@@ -14,9 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import milepost
-from milepost import preemption
 from milepost.comm import BoardComm, MemoryBoard
-from milepost.preemption import PreemptionGuard
+from milepost.steps import preemption
+from milepost.steps.preemption import PreemptionGuard
 from milepost.testing import run_ranks
 from ranks import spawn, spawn_outcomes
 

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 
 import milepost
-from milepost import CheckpointDamaged, MemoryStore, Progress, ProgressBar, StorageError, Transfer, transfer
+from milepost import CheckpointDamaged, MemoryStore, Progress, ProgressBar, StorageError, Transfer
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.store import LocalStore
 from milepost.testing import CountingStore, run_ranks
@@ -33,7 +33,7 @@ class Watcher:
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Tell after every job, so that quick tests see it."""
-    monkeypatch.setattr(transfer, "_TELL_EVERY_S", 0.00001)
+    monkeypatch.setattr("milepost.data.transfer._TELL_EVERY_S", 0.00001)
 
 
 class SlowStore(CountingStore):

@@ -9,11 +9,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import milepost
-from milepost import sharing
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing
-from milepost.loading import _pays
-from milepost.report import Found
-from milepost.sharing import agree_to_share
+from milepost.loading import share_reads
+from milepost.loading.pipeline import _pays
+from milepost.loading.report import Found
+from milepost.loading.share_reads import agree_to_share
 from milepost.store import LocalStore
 from ranks import spawn
 
@@ -136,7 +136,7 @@ def load_with_trouble(rank, where):
         raise RuntimeError("no room here")
 
     if rank == 1:
-        sharing._unpack = fail
+        share_reads._unpack = fail
     with pytest.raises(CheckpointError, match=r"(?s)rank 1.*no room here"):
         milepost.load(blank(whole()), where, share_reads=True)
     dist.barrier()

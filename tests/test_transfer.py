@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from milepost import InvalidRequest, Transfer
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.transfer import MAX_THREADS, new_pages, run_all
+from milepost.data.transfer import MAX_THREADS, new_pages, run_all
 from strategies import examples
 
 blocks = st.integers(1, 4096).map(lambda n: n * BLOCK_BYTES)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from milepost import CheckpointError, InvalidRequest, InvalidState, UnsupportedFormat
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
-from milepost.values import Codec
+from milepost.state.values import Codec
 from strategies import examples
 
 

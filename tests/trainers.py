@@ -166,7 +166,7 @@ def writers_of(trainer):
             words = path.read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"milepost.background.worker" in b"".join(words) and words[-2] == str(trainer).encode():
+        if b"milepost.background.process.server" in b"".join(words) and words[-2] == str(trainer).encode():
             found.append(int(path.parent.name))
     return found
 

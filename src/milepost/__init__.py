@@ -11,7 +11,9 @@ import importlib
 from typing import TYPE_CHECKING
 
 from milepost.checkpoint import Checkpoint, LazyTensor, Verification
+from milepost.checkpoint import open_checkpoint as open
 from milepost.core.agreement import Plans
+from milepost.data.transfer import Progress, Transfer
 from milepost.errors import (
     AlreadyExists,
     CheckpointDamaged,
@@ -31,31 +33,24 @@ from milepost.errors import (
     UnsupportedFormat,
     WriterDied,
 )
-from milepost.opening import open_checkpoint as open
-from milepost.report import Report
+from milepost.loading.report import Report
 from milepost.store import LocalStore, MemoryStore, Store
-from milepost.transfer import Progress, Transfer
 from milepost.version import __version__
 
 if TYPE_CHECKING:
     from milepost.api import explain, load, save
-    from milepost.async_saving import AsyncSaver, async_save, close_async, prewarm
     from milepost.background import PendingSave
-    from milepost.bar import ProgressBar
-    from milepost.checkpointer import Checkpointer, StorageCheckpointer
-    from milepost.converting import convert
-    from milepost.exporting import export_safetensors
-    from milepost.extension import (
+    from milepost.background.async_saving import AsyncSaver, async_save, close_async, prewarm
+    from milepost.data.progress_bar import ProgressBar
+    from milepost.data.transforms import (
         Extension,
         ExtensionRegistry,
         StreamTransformExtension,
         ZStandard,
         register_extension,
     )
-    from milepost.filesystem import (
-        FileSystemReader,
-        FileSystemWriter,
-    )
+    from milepost.formats.write.convert import convert
+    from milepost.formats.write.export import export_safetensors
     from milepost.planning import (
         BytesIOWriteData,
         BytesStorageMetadata,
@@ -81,10 +76,15 @@ if TYPE_CHECKING:
         WriteItemType,
         WriteResult,
     )
-    from milepost.preemption import PreemptionGuard
-    from milepost.saving import Receipt
-    from milepost.state import PerRank, Stateful
-    from milepost.tensors import Sharded
+    from milepost.planning.storage import (
+        FileSystemReader,
+        FileSystemWriter,
+    )
+    from milepost.saving.pipeline import Receipt
+    from milepost.state.take_apart import PerRank, Stateful
+    from milepost.state.tensors import Sharded
+    from milepost.steps.checkpointer import Checkpointer, StorageCheckpointer
+    from milepost.steps.preemption import PreemptionGuard
 
 __all__ = [
     "AlreadyExists",
@@ -167,23 +167,23 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    "AsyncSaver": "milepost.async_saving",
-    "async_save": "milepost.async_saving",
-    "close_async": "milepost.async_saving",
-    "prewarm": "milepost.async_saving",
+    "AsyncSaver": "milepost.background.async_saving",
+    "async_save": "milepost.background.async_saving",
+    "close_async": "milepost.background.async_saving",
+    "prewarm": "milepost.background.async_saving",
     "PendingSave": "milepost.background",
-    "PreemptionGuard": "milepost.preemption",
-    "convert": "milepost.converting",
-    "export_safetensors": "milepost.exporting",
-    "register_extension": "milepost.extension",
-    "ZStandard": "milepost.extension",
-    "StreamTransformExtension": "milepost.extension",
-    "ExtensionRegistry": "milepost.extension",
-    "Extension": "milepost.extension",
-    "Checkpointer": "milepost.checkpointer",
-    "StorageCheckpointer": "milepost.checkpointer",
-    "FileSystemWriter": "milepost.filesystem",
-    "FileSystemReader": "milepost.filesystem",
+    "PreemptionGuard": "milepost.steps.preemption",
+    "convert": "milepost.formats.write.convert",
+    "export_safetensors": "milepost.formats.write.export",
+    "register_extension": "milepost.data.transforms",
+    "ZStandard": "milepost.data.transforms",
+    "StreamTransformExtension": "milepost.data.transforms",
+    "ExtensionRegistry": "milepost.data.transforms",
+    "Extension": "milepost.data.transforms",
+    "Checkpointer": "milepost.steps.checkpointer",
+    "StorageCheckpointer": "milepost.steps.checkpointer",
+    "FileSystemWriter": "milepost.planning.storage",
+    "FileSystemReader": "milepost.planning.storage",
     "WriteResult": "milepost.planning",
     "WriteItemType": "milepost.planning",
     "WriteItem": "milepost.planning",
@@ -207,14 +207,14 @@ _WHEN_USED = {
     "ChunkStorageMetadata": "milepost.planning",
     "BytesStorageMetadata": "milepost.planning",
     "BytesIOWriteData": "milepost.planning",
-    "ProgressBar": "milepost.bar",
+    "ProgressBar": "milepost.data.progress_bar",
     "explain": "milepost.api",
     "load": "milepost.api",
     "save": "milepost.api",
-    "Receipt": "milepost.saving",
-    "PerRank": "milepost.state",
-    "Stateful": "milepost.state",
-    "Sharded": "milepost.tensors",
+    "Receipt": "milepost.saving.pipeline",
+    "PerRank": "milepost.state.take_apart",
+    "Stateful": "milepost.state.take_apart",
+    "Sharded": "milepost.state.tensors",
 }
 
 

@@ -3,26 +3,23 @@
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
-from milepost.by_plans import load_by_plans, save_by_plans
-from milepost.comm import Comm
+from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
+from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
 from milepost.errors import InvalidRequest
-from milepost.filesystem import FileSystemReader, FileSystemWriter
-from milepost.loading import LoadOptions, explain_state, load_state
+from milepost.loading.pipeline import LoadOptions, explain_state, load_state
+from milepost.loading.report import Report
 from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from milepost.report import Report
-from milepost.saving import Receipt, make_options, refuse, save_state
+from milepost.planning.route import load_by_plans, save_by_plans
+from milepost.planning.storage import FileSystemReader, FileSystemWriter
+from milepost.saving.pipeline import Receipt, make_options, refuse, save_state
+from milepost.state.values import Codec
 from milepost.store import Where, store_at
-from milepost.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
-from milepost.values import Codec
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
-
-TIMEOUT_S = 1800.0
-"""The longest that a rank waits for the others, unless the caller says otherwise."""
 
 
 def save(

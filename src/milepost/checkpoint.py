@@ -1,24 +1,24 @@
 """Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from milepost.commit import find, parse
+from milepost.commit.publish import find, parse
 from milepost.core.box import Box, Shape
+from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.plan import read_plan
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import LEAVES, Node, Path, build, grow
+from milepost.data.read import Damage, Files
+from milepost.data.transfer import Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
-from milepost.read import Damage, Files
-from milepost.store import Store
-from milepost.transfer import Meter, Transfer, Watcher
-from milepost.values import Codec
+from milepost.state.values import Codec
+from milepost.store import Store, Where, store_at
 
 if TYPE_CHECKING:
     import torch
@@ -92,8 +92,8 @@ class LazyTensor:
 
     def _read(self, box: Box) -> "torch.Tensor":
         # These import torch: listing a checkpoint must not wait for it.
-        from milepost.place import place_all, placement_of  # noqa: PLC0415
-        from milepost.tensors import new_tensor  # noqa: PLC0415
+        from milepost.data.place import place_all, placement_of  # noqa: PLC0415
+        from milepost.state.tensors import new_tensor  # noqa: PLC0415
 
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
@@ -196,7 +196,7 @@ class Checkpoint(Mapping[str, Any]):
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 
     def _private(self, rank: int) -> dict[str, Any]:
-        from milepost.privates import read_private_values  # noqa: PLC0415  # imports torch
+        from milepost.loading.private import read_private_values  # noqa: PLC0415  # imports torch
 
         return read_private_values(self._files, rank, self._codec)
 
@@ -255,7 +255,7 @@ def files_at(store: Store) -> Files:
     try:
         return Files(store, parse(store.url, *find(store)))
     except CheckpointNotFound:
-        from milepost.formats.recognise import recognise  # noqa: PLC0415  # not needed for our own
+        from milepost.formats.read.recognise import recognise  # noqa: PLC0415  # not needed for our own
 
         foreign = recognise(store)
         if foreign is None:
@@ -264,7 +264,7 @@ def files_at(store: Store) -> Files:
 
 
 def _read_as_saved(lazy: LazyTensor, record: Tensor) -> Any:
-    from milepost.privates import as_saved  # noqa: PLC0415  # imports torch
+    from milepost.loading.private import as_saved  # noqa: PLC0415  # imports torch
 
     return as_saved(lazy.read(), record)
 
@@ -302,3 +302,12 @@ def _one(part: Any, length: int, dim: int) -> tuple[int, int, int | slice]:
             raise IndexError(f"index {i} is out of range for dimension {dim} of size {length}")
         return i % length, 1, 0
     raise TypeError(f"a lazy tensor takes integers, slices and ... as index, not {part!r}; read it first for more")
+
+
+def open_checkpoint(where: Where, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Checkpoint:
+    """Open the newest checkpoint at `where`: its keys, values and metadata now, its tensors when they are asked for.
+
+    Needs no process group and no GPU, and runs nothing from the checkpoint. Raises CheckpointNotFound, or
+    CheckpointDamaged if the manifest is not what was saved. `types` and `allow_pickle` are as for `save`.
+    """
+    return Checkpoint(store_at(where), Codec(types, allow_pickle))

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from milepost.core.digits import number_of
+from milepost.core.strict_int import number_of
 from strategies import examples
 
 

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.core.box import Box
+from milepost.core.division import share_out
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Whole
 from milepost.core.limits import MAX_DIMS, MAX_RANKS, MIB
 from milepost.core.manifest import (
@@ -28,7 +29,6 @@ from milepost.core.manifest import (
     shard_name,
     unseal,
 )
-from milepost.core.plan import share_out
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
 from strategies import examples, layouts, shapes

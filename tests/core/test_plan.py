@@ -8,11 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.core.box import Box
+from milepost.core.division import WriteItem, read_plan, share_out, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Layout, Mesh, Whole
 from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor, new_manifest
-from milepost.core.plan import WriteItem, read_plan, share_out, written_by
 from milepost.core.ranks import pack_ranks
 from milepost.core.table import TensorRow
 from strategies import boxes_in, count_cover, examples, layouts, shapes

@@ -27,7 +27,7 @@ from milepost.core.tree import (
     restore,
     show_path,
 )
-from milepost.values import Codec
+from milepost.state.values import Codec
 from strategies import examples
 
 CODEC = Codec()

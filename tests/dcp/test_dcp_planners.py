@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.futures import Future
 
 import milepost.dcp
-from milepost.by_plans import is_local
 from milepost.dcp import MilepostReader, MilepostWriter
 from milepost.dcp.filesystem import CURRENT_DCP_VERSION
+from milepost.planning.route import is_local
 from ranks import spawn
 
 
@@ -553,7 +553,7 @@ def test_the_parts_of_a_dtensor_are_those_of_torch(tmp_path):
 
 
 def test_milepost_storage_for_torchs_own_functions_is_here_too():
-    assert MilepostWriter.__module__ == MilepostReader.__module__ == "milepost.torch_border"
+    assert MilepostWriter.__module__ == MilepostReader.__module__ == "milepost.planning.torch_adapters"
 
 
 def test_ids_version_and_positional_storage_are_as_torchs_tests_expect(tmp_path):

@@ -208,7 +208,7 @@ def test_an_expanded_view_with_wide_gaps_is_read_once(tmp_path):
 
 @pytest.mark.parametrize(
     ("to", "modules", "others"),
-    [("torch", ("archive", "write_zip"), 6), ("safetensors", ("huggingface", "write_hf"), 1)],
+    [("torch", ("read.archive", "write.zip"), 6), ("safetensors", ("read.huggingface", "write.huggingface"), 1)],
 )
 def test_writers_and_readers_have_one_limit_on_the_entries_of_a_file(tmp_path, monkeypatch, to, modules, others):
     state = {f"k{i}": torch.full((3,), i) for i in range(5)}

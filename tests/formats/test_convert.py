@@ -18,7 +18,7 @@ from test_write_torch import random_bits, same, training_state
 
 import milepost
 import ranks
-from milepost.formats import write_files
+from milepost.formats.write import files
 from milepost.store import local
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -378,7 +378,7 @@ def test_whatever_fails_while_files_get_their_names_nothing_looks_whole(tmp_path
             raise OSError(5, "the disk is gone")
         os.replace(old, new)
 
-    monkeypatch.setattr(write_files.os, "rename", rename)
+    monkeypatch.setattr(files.os, "rename", rename)
     out = tmp_path / "out"
     with pytest.raises(milepost.StorageError, match="in place"):
         milepost.convert(tmp_path / "source", out, to, max_shard_bytes=100_000)
@@ -402,7 +402,7 @@ def test_every_file_is_synced_before_it_has_its_name(tmp_path, monkeypatch):
         real_rename(old, new)
 
     monkeypatch.setattr(local.LocalWriter, "commit", commit)
-    monkeypatch.setattr(write_files.os, "rename", rename)
+    monkeypatch.setattr(files.os, "rename", rename)
     milepost.convert(tmp_path / "source", tmp_path / "out", "dcp")
     named = [name for what, name in events if what == "name"]
     assert "metadata" in named[-1]

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.errors import UnsafeCheckpoint
-from milepost.formats.crc import Sum, Sums, combine
-from milepost.formats.pickles import BadPickle, Maker, Opaque, load
+from milepost.formats.read.crc import Sum, Sums, combine
+from milepost.formats.read.pickles import BadPickle, Maker, Opaque, load
 
 NAMES = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
 PLAIN = st.recursive(

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.formats.write_dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record, write_metadata
+from milepost.formats.write.dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record, write_metadata
 from milepost.store import LocalStore
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -73,7 +73,7 @@ def test_large_tensors_are_cut_along_the_first_dimension():
 
 
 def test_chunks_come_back_as_one_tensor(tmp_path, monkeypatch):
-    monkeypatch.setattr("milepost.formats.write_dcp.chunks_of", lambda d, s: chunks_of(d, s, 1 << 16))
+    monkeypatch.setattr("milepost.formats.write.dcp.chunks_of", lambda d, s: chunks_of(d, s, 1 << 16))
     state = {"w": torch.randn(300, 700), "v": torch.randn(100_000)}
     milepost.save(state, tmp_path / "source")
     milepost.convert(tmp_path / "source", tmp_path / "dcp", "dcp")

@@ -18,7 +18,7 @@ import milepost
 import ranks
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.exporting import runs_of
+from milepost.formats.write.export import runs_of
 
 REFUSED = ("complex32", "complex128")
 HELD = [name for name in DTYPES if hasattr(torch, name) and name not in REFUSED]

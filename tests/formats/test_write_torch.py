@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.formats.write_content import Late
-from milepost.formats.write_zip import Archive, crc_of_both
+from milepost.formats.write.content import Late
+from milepost.formats.write.zip import Archive, crc_of_both
 
 
 def random_bits(dtype, *shape):

@@ -28,8 +28,8 @@ from milepost.planning import (
     flatten_sharded_tensors,
     pack_value,
 )
-from milepost.tensors import Sharded
-from milepost.values import Codec
+from milepost.state.tensors import Sharded
+from milepost.state.values import Codec
 from ranks import spawn
 
 

@@ -32,7 +32,7 @@ from milepost.planning import (
     init_state_dict,
     iterate_state_dict,
 )
-from milepost.tensors import Sharded
+from milepost.state.tensors import Sharded
 from ranks import spawn
 from strategies import boxes_in, count_cover, examples, numbered, shapes, tilings
 

@@ -5,13 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from milepost.background.staging.packing import Slot, in_place_of, pack
 from milepost.comm import Solo
 from milepost.core.dtypes import DTYPES
-from milepost.describing import describe
-from milepost.staging.packing import Slot, in_place_of, pack
-from milepost.state import PerRank
-from milepost.tensors import Sharded
-from milepost.values import Codec
+from milepost.saving.describe import describe
+from milepost.state.take_apart import PerRank
+from milepost.state.tensors import Sharded
+from milepost.state.values import Codec
 from strategies import examples, shapes
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")

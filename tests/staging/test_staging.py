@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from milepost.background.staging import Owned, Stager, copying
+from milepost.background.staging.arena import Arena, budget_of, free_bytes
+from milepost.background.staging.copying import Copier, Copy, Moment
 from milepost.comm import Solo
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MIB
-from milepost.describing import describe
-from milepost.staging import Owned, Stager, copying
-from milepost.staging.arena import Arena, budget_of, free_bytes
-from milepost.staging.copying import Copier, Copy, Moment
-from milepost.state import PerRank
-from milepost.values import Codec
+from milepost.saving.describe import describe
+from milepost.state.take_apart import PerRank
+from milepost.state.values import Codec
 from strategies import examples
 from tensors import random_tensor
 
@@ -152,7 +152,7 @@ def test_handles_are_closed():
 def test_the_budget_is_what_was_given_or_a_share_of_what_is_free(monkeypatch):
     assert budget_of(0, 10) == 0
     assert budget_of(123, 1 << 40) == 123
-    monkeypatch.setattr("milepost.staging.arena.free_bytes", lambda: 1000)
+    monkeypatch.setattr("milepost.background.staging.arena.free_bytes", lambda: 1000)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     assert budget_of(None, 50) == 50 + 200
     monkeypatch.delenv("LOCAL_WORLD_SIZE")
@@ -166,7 +166,9 @@ def test_what_is_free_is_known_here():
 def test_where_memory_cannot_be_had_everything_is_live(monkeypatch, caplog):
     stager = Stager(False, None)
     it = described({"t": torch.ones(5), "u": torch.zeros(0)})
-    monkeypatch.setattr("milepost.staging.arena.new_pages", lambda size: (_ for _ in ()).throw(OSError("none left")))
+    monkeypatch.setattr(
+        "milepost.background.staging.arena.new_pages", lambda size: (_ for _ in ()).throw(OSError("none left"))
+    )
     staging = stager.begin(it, "host", None)
     assert staging.fits()
     staging.copy()

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable
 
 from milepost.errors import SaveCancelled
-from milepost.saving import Receipt
+from milepost.saving.pipeline import Receipt
 
 _log = logging.getLogger("milepost")
 

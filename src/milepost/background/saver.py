@@ -13,17 +13,17 @@ from typing import Any, Literal, NoReturn, TypeVar
 
 import torch
 
-from milepost.background.link import start
 from milepost.background.pending import PendingSave
-from milepost.background.writers import Writers, is_broken
+from milepost.background.process.client import start
+from milepost.background.process.peers import Writers, is_broken
+from milepost.background.staging import Owned, Stager, Staging, Way
 from milepost.comm import Comm, Phase, together, told
 from milepost.core.agreement import Plans
-from milepost.describing import Described
+from milepost.data.transfer import check_cancelled
 from milepost.errors import InvalidRequest, SaveInFlight, WriterDied
-from milepost.saving import Receipt, SaveOptions, save_state
-from milepost.staging import Owned, Stager, Staging, Way
+from milepost.saving.describe import Described
+from milepost.saving.pipeline import Receipt, SaveOptions, save_state
 from milepost.store import Store
-from milepost.transfer import check_cancelled
 
 _log = logging.getLogger("milepost")
 Background = Literal["thread", "process"]

@@ -5,6 +5,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import xxhash
 
+TIMEOUT_S = 1800.0
+"""The longest that a rank waits for the others, unless the caller says otherwise."""
+
 
 class Phase(NamedTuple):
     """Where in which call a rank is: what it does, with which place, and the step of that."""

@@ -10,9 +10,9 @@ from collections import OrderedDict
 import msgspec
 import xxhash
 
+from milepost.core.division import share_out
 from milepost.core.layout import Layout, Whole
 from milepost.core.manifest import PerRankValue, Tensor
-from milepost.core.plan import share_out
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.table import Merged, Table, TensorRow
 from milepost.core.tree import Node

@@ -3,8 +3,8 @@
 from collections.abc import Iterable
 from functools import lru_cache
 
-from milepost.core.digits import number_of
 from milepost.core.limits import MAX_RANKS
+from milepost.core.strict_int import number_of
 
 
 def pack_ranks(ranks: Iterable[int]) -> str:

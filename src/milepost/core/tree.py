@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from milepost.core.alike import differing
+from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
 
 Path = tuple[Hashable, ...]

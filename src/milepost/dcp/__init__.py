@@ -15,7 +15,7 @@ from milepost.dcp.quantized_hf_storage import QuantizedHuggingFaceStorageReader
 from milepost.dcp.state_dict_loader import load, load_state_dict
 from milepost.dcp.state_dict_saver import AsyncCheckpointerType, async_save, save, save_state_dict
 from milepost.dcp.storage import StorageReader, StorageWriter
-from milepost.torch_border import MilepostReader, MilepostWriter
+from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
 
 __all__ = [
     "AsyncCheckpointerType",

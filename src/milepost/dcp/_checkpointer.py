@@ -4,12 +4,12 @@ from concurrent.futures import Future
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from milepost.by_plans import opened
-from milepost.dcp.calls import comm_of, save_with
+from milepost.dcp._engine.calls import comm_of, save_with
+from milepost.dcp._engine.turns import wait_for_turn
 from milepost.dcp.state_dict_loader import load
 from milepost.dcp.state_dict_saver import async_save
-from milepost.dcp.turns import wait_for_turn
 from milepost.planning import LoadPlanner, Metadata, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.route import opened
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -1,5 +1,5 @@
 """Transforms of what is written."""
 
-from milepost.extension import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
+from milepost.data.transforms import Extension, ExtensionRegistry, StreamTransformExtension, ZStandard
 
 __all__ = ["Extension", "ExtensionRegistry", "StreamTransformExtension", "ZStandard"]

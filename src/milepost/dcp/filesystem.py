@@ -26,14 +26,22 @@ from torch.distributed.checkpoint.filesystem import _write_item as _their_write_
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
-from milepost import filesystem
 from milepost.core.manifest import VERSION
+from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
 from milepost.errors import CheckpointError
-from milepost.extension import ExtensionRegistry, StreamTransformExtension
-from milepost.planning import DefaultLoadPlanner, LoadPlan, LoadPlanner, ReadItem, ValueIO, WriteItem, WriteResult
-from milepost.planning.border import ours, theirs
+from milepost.planning import (
+    DefaultLoadPlanner,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    ValueIO,
+    WriteItem,
+    WriteResult,
+    storage,
+)
+from milepost.planning.torch_records import ours, theirs
+from milepost.state.values import Codec
 from milepost.store import Where
-from milepost.values import Codec
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
@@ -46,7 +54,7 @@ def _path(where: Where) -> Any:
     return Path(where) if isinstance(where, os.PathLike) or (isinstance(where, str) and "://" not in where) else where
 
 
-class FileSystemWriter(filesystem.FileSystemWriter, BlockingAsyncStager):
+class FileSystemWriter(storage.FileSystemWriter, BlockingAsyncStager):
     """Writes Milepost's format. Takes DCP's options; those about files have no effect. A stager too, as DCP's is."""
 
     def __init__(
@@ -62,7 +70,7 @@ class FileSystemWriter(filesystem.FileSystemWriter, BlockingAsyncStager):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         **options: Any,
     ) -> None:
-        filesystem.FileSystemWriter.__init__(
+        storage.FileSystemWriter.__init__(
             self, path, thread_count=thread_count, overwrite=overwrite, _extensions=_extensions, **options
         )
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
@@ -82,7 +90,7 @@ class FileSystemWriter(filesystem.FileSystemWriter, BlockingAsyncStager):
             self.path = _path(checkpoint_id)
 
 
-class FileSystemReader(filesystem.FileSystemReader):
+class FileSystemReader(storage.FileSystemReader):
     """Reads Milepost's format, every byte verified."""
 
     def __init__(self, path: Where, _extension_registry: ExtensionRegistry | None = None, **options: Any) -> None:

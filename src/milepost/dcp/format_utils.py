@@ -7,7 +7,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 
 from milepost.comm.base import Solo
-from milepost.converting import convert
+from milepost.formats.write.convert import convert
 from milepost.planning import (
     DefaultLoadPlanner,
     Metadata,

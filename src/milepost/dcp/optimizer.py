@@ -4,9 +4,9 @@ from typing import Any
 
 from torch.distributed.checkpoint import optimizer as theirs
 
-from milepost.filesystem import FileSystemReader
 from milepost.planning import LoadPlanner, StorageReader
-from milepost.torch_border import MilepostReader
+from milepost.planning.storage import FileSystemReader
+from milepost.planning.torch_adapters import MilepostReader
 
 __all__ = ["load_sharded_optimizer_state_dict"]
 

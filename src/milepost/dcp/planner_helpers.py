@@ -7,7 +7,7 @@ from torch.distributed.checkpoint import planner_helpers as theirs
 
 from milepost import planning
 from milepost.planning import ChunkStorageMetadata, TensorWriteData, WriteItem, create_read_items_for_chunk_list
-from milepost.planning.border import ours
+from milepost.planning.torch_records import ours
 
 __all__ = ["create_read_items_for_chunk_list"]
 

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from milepost.by_plans import opened
 from milepost.comm import Comm
+from milepost.dcp._engine.calls import comm_of, save_with
+from milepost.dcp._engine.savers import save_in_background
+from milepost.dcp._engine.turns import earlier, enter, wait_for_turn
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
-from milepost.dcp.calls import comm_of, save_with
-from milepost.dcp.savers import save_in_background
-from milepost.dcp.turns import earlier, enter, wait_for_turn
 from milepost.planning import Metadata, SavePlanner, StorageWriter
+from milepost.planning.route import opened
 
 if TYPE_CHECKING:
     import torch.distributed as dist

@@ -2,7 +2,7 @@
 
 from typing import TypeVar
 
-from milepost.state import Stateful
+from milepost.state.take_apart import Stateful
 
 __all__ = ["Stateful", "StatefulT"]
 

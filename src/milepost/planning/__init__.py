@@ -1,10 +1,5 @@
 """The planner protocol: records, roles, the default planners, and the helpers that they are made of."""
 
-from milepost.planning.carried import (
-    ValueIO,
-    pack_value,
-    unpack_value,
-)
 from milepost.planning.default import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
@@ -23,6 +18,24 @@ from milepost.planning.flatten import (
     traverse_state_dict,
     tuple_like,
     unflatten_state_dict,
+)
+from milepost.planning.global_plan import (
+    compare_save_plans,
+    conflicts,
+    contains_usable_plan,
+    create_default_global_load_plan,
+    create_default_global_save_plan,
+    create_default_local_load_plan,
+    create_default_local_metadata,
+    create_default_local_save_plan,
+    create_default_metadata_only_plan,
+    dedup_save_plans,
+    fingerprint,
+    merge_delta_local_plans,
+    merged_planner_data,
+    overlapping,
+    renewed,
+    validate_global_plan,
 )
 from milepost.planning.items import (
     box_of,
@@ -46,24 +59,6 @@ from milepost.planning.items import (
     local_tensor,
     overlaps,
     sweep_dim,
-)
-from milepost.planning.plans import (
-    compare_save_plans,
-    conflicts,
-    contains_usable_plan,
-    create_default_global_load_plan,
-    create_default_global_save_plan,
-    create_default_local_load_plan,
-    create_default_local_metadata,
-    create_default_local_save_plan,
-    create_default_metadata_only_plan,
-    dedup_save_plans,
-    fingerprint,
-    merge_delta_local_plans,
-    merged_planner_data,
-    overlapping,
-    renewed,
-    validate_global_plan,
 )
 from milepost.planning.protocol import (
     LoadPlanner,
@@ -90,6 +85,11 @@ from milepost.planning.records import (
     WriteItem,
     WriteItemType,
     WriteResult,
+)
+from milepost.planning.value_bytes import (
+    ValueIO,
+    pack_value,
+    unpack_value,
 )
 
 __all__ = [

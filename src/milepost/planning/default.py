@@ -8,10 +8,8 @@ from typing import Any
 import torch
 
 from milepost.errors import InvalidRequest
-from milepost.planning.carried import ValueIO, pack_value, unpack_value
 from milepost.planning.flatten import FLATTEN_MAPPING, Era, flatten_state_dict, set_element
-from milepost.planning.items import describer_of_job, find_state_dict_object, init_state_dict
-from milepost.planning.plans import (
+from milepost.planning.global_plan import (
     compare_save_plans,
     conflicts,
     contains_usable_plan,
@@ -26,6 +24,7 @@ from milepost.planning.plans import (
     renewed,
     validate_global_plan,
 )
+from milepost.planning.items import describer_of_job, find_state_dict_object, init_state_dict
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.planning.records import (
     STATE_DICT_TYPE,
@@ -40,8 +39,9 @@ from milepost.planning.records import (
     WriteItem,
     WriteItemType,
 )
-from milepost.tensors import Describer, dtype_name, is_sharded_tensor, new_tensor
-from milepost.values import Codec
+from milepost.planning.value_bytes import ValueIO, pack_value, unpack_value
+from milepost.state.tensors import Describer, dtype_name, is_sharded_tensor, new_tensor
+from milepost.state.values import Codec
 
 _SHOWN_CHARACTERS = 2000
 

@@ -11,8 +11,8 @@ from typing import Any, Literal
 import numpy as np
 import torch
 
-from milepost.core.digits import number_of
-from milepost.tensors import Sharded
+from milepost.core.strict_int import number_of
+from milepost.state.tensors import Sharded
 
 PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]

@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from milepost.comm.base import Solo
 from milepost.core.box import Box
 from milepost.errors import InvalidState
-from milepost.planning.border import ours, theirs
 from milepost.planning.flatten import tuple_like
 from milepost.planning.records import (
     STORAGE_TYPES,
@@ -30,7 +29,8 @@ from milepost.planning.records import (
     WriteItem,
     WriteItemType,
 )
-from milepost.tensors import (
+from milepost.planning.torch_records import ours, theirs
+from milepost.state.tensors import (
     Describer,
     LocalTensor,
     Part,

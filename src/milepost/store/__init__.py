@@ -2,8 +2,8 @@
 
 from milepost.store.base import Reader, Store, Writer
 from milepost.store.local import LocalStore
+from milepost.store.location import Where, store_at
 from milepost.store.memory import MemoryStore
-from milepost.store.where import Where, store_at
-from milepost.store.within import Within
+from milepost.store.prefixed import Within
 
 __all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Where", "Within", "Writer", "store_at"]

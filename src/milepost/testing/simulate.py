@@ -15,11 +15,11 @@ import msgspec
 from milepost.comm.together import Report, Verdict
 from milepost.core.agreement import Overview, Plan, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
+from milepost.core.division import ReadItem, read_plan, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import Manifest, ShardFile, new_manifest, seal
-from milepost.core.plan import ReadItem, read_plan, written_by
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.shardfile import NewEntry, make_header
 from milepost.core.table import Table, TensorRow, merge_tables

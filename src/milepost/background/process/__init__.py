@@ -1,0 +1,1 @@
+"""The process that writes a checkpoint beside the trainer."""

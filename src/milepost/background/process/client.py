@@ -1,0 +1,181 @@
+"""The trainer's side of its writing process."""
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
+from typing import Any
+
+from milepost.background.process.messages import Cancel, Ended, Meeting, Memory, Order, Ranks, Told, unpack_error
+from milepost.data.transfer import Watcher
+from milepost.errors import WriterDied
+from milepost.saving.pipeline import Receipt
+
+_log = logging.getLogger("milepost")
+_LOOK_S = 0.1
+_START_S = 120.0
+_STOP_S = 15.0
+# What ends a job (a launcher's SIGTERM, Ctrl-C, a batch system's warning to all of its processes) means the trainer. The
+# process ends with that, after its work. Before all else: to import torch takes seconds.
+_IGNORED = [int(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
+_PROGRAM = f"""
+import signal, sys
+for one in {_IGNORED}:
+    signal.signal(one, signal.SIG_IGN)
+from milepost.background.process.server import main
+main(int(sys.argv[1]), int(sys.argv[2]))
+"""
+
+
+class Link:
+    """A writing process, and the connection to it. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path or _folder() for path in sys.path),
+            "CUDA_VISIBLE_DEVICES": "",  # it has no use for a GPU, and must not take memory there
+            "OMP_NUM_THREADS": "1",
+        }
+        with here, there:
+            self._process = subprocess.Popen(  # noqa: S603  # ourselves
+                # -P: modules come from where the trainer has them, not from the folder that it happens to be in.
+                [sys.executable, "-P", "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
+                pass_fds=[there.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=_folder(),
+                start_new_session=True,  # what ends the trainer's group or terminal must not end this
+            )
+            self._connection = Connection(here.detach())
+        self._numbers = 0
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return self._process.pid
+
+    def meet(self, ranks: Ranks) -> int:
+        """Tell the process who it is. Gives the port at which the ranks meet, if that is in this process."""
+        self._send(ranks)
+        answer = self._receive(time.monotonic() + _START_S)
+        if isinstance(answer, Ended):
+            raise unpack_error(answer.error)
+        assert isinstance(answer, Meeting)
+        return answer.port
+
+    def share(self, handle: int, size_bytes: int) -> None:
+        """Let the process map this memory, in place of what it had."""
+        self._send(Memory(size_bytes))
+        with self._reachable():
+            send_handle(self._connection, handle, self._process.pid)
+
+    def hand_over(self, order: Order) -> None:
+        """Give the process a save to do. From here on it will be done, whatever happens to this one."""
+        self._send(order)
+
+    def next_number(self) -> int:
+        """A number for an order."""
+        self._numbers += 1
+        return self._numbers
+
+    def outcome(self, number: int, watcher: Watcher | None, cancelled: threading.Event) -> Receipt:
+        """Wait for the end of a save. Raises what went wrong there, or WriterDied."""
+        asked = False
+        while True:
+            if cancelled.is_set() and not asked:
+                asked = True
+                self._send(Cancel(number))
+            message = self._receive(None)
+            if isinstance(message, Told) and watcher is not None:
+                try:
+                    watcher(message.progress)
+                except Exception:  # noqa: BLE001  # as in a Meter: a picture of the work must not stop the work
+                    _log.warning("the progress callback failed and is not called again", exc_info=True)
+                    watcher = None
+            elif isinstance(message, Ended) and message.number == number:
+                for text in message.warnings:
+                    warnings.warn(text, RuntimeWarning, stacklevel=2)
+                if message.error:
+                    raise unpack_error(message.error)
+                assert message.receipt is not None
+                return message.receipt
+
+    def close(self, broken: bool = False) -> None:
+        """Let the process end, and wait for that. `broken`: the others may wait for it, and it tells them that it goes."""
+        with contextlib.suppress(OSError, WriterDied):
+            if not broken:
+                self._send("close")
+        self._connection.close()
+        try:
+            self._process.wait(_STOP_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+    def _receive(self, deadline: float | None) -> Any:
+        """The next message; None after a short while, without a deadline."""
+        with self._reachable():
+            while not self._connection.poll(_LOOK_S):
+                if deadline is None:
+                    return None
+                if time.monotonic() > deadline:
+                    raise WriterDied(f"the writing process {self.pid} has not answered for {_START_S:.0f} s")
+            return self._connection.recv()
+
+    def _send(self, message: Any) -> None:
+        with self._reachable():
+            self._connection.send(message)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except (EOFError, OSError) as error:
+            code = self._process.poll()
+            how = f"ended with code {code}" if code is not None else f"cannot be reached ({error})"
+            raise WriterDied(
+                f"the writing process {self.pid} {how}. Its log is in this job's standard error; was there too little "
+                "memory? The next save starts another."
+            ) from error
+
+
+class Unstarted(Link):
+    """In place of a process that could not be started. Says so when it is asked to meet: there all ranks hear of it."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def meet(self, ranks: Ranks) -> int:
+        """Raises WriterDied."""
+        del ranks
+        raise WriterDied(f"the writing process could not be started: {self._error}. The next save tries again.")
+
+    def close(self, broken: bool = False) -> None:
+        """Nothing to do."""
+
+
+def start() -> Link:
+    """A new writing process. If there cannot be one, the other ranks hear of it when it is first used."""
+    try:
+        return Link()
+    except OSError as error:
+        return Unstarted(error)
+
+
+def _folder() -> str:
+    """The working folder; the root if it was removed, since a process needs one."""
+    try:
+        return os.getcwd()
+    except FileNotFoundError:
+        return "/"

@@ -1,0 +1,106 @@
+"""The writing processes of all ranks, as one of these sees them."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from milepost.background.pending import PendingSave
+from milepost.background.process.client import Link
+from milepost.background.process.messages import LEFT, Order, Ranks
+from milepost.comm import BoardComm, Comm, Phase, depart, together
+from milepost.comm.distributed import TorchBoard, address_for, key_value_store
+from milepost.core.agreement import Plans
+from milepost.errors import CheckpointError, WriterDied
+from milepost.saving.describe import Described
+from milepost.saving.pipeline import Receipt, SaveOptions
+from milepost.state.values import Codec
+
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_ADDRESSES = msgspec.msgpack.Decoder(tuple[str, int])
+
+
+class Writers:
+    """The writing process of this rank, and the place where those of all ranks meet. Made by all ranks at the same time.
+
+    `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
+    """
+
+    def __init__(self, link: Link, comm: Comm, group: Any) -> None:
+        self.comm: Comm = comm
+        self.link = link
+        self.shared_version = 0
+        self._store: Any = None
+        try:
+            self._bring_up(comm, group)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bring_up(self, comm: Comm, group: Any) -> None:
+        if comm.size == 1:
+            self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
+            return
+        phase = Phase("saving in", "the background", "starting the writing processes")
+        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.lead])
+        address = _ADDRESSES.decode(packed)
+        together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
+        self._store = key_value_store(address)
+        board = TorchBoard(self._store, comm.size)
+        self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.lead)
+
+    def _start(self, comm: Comm, group: Any) -> bytes:
+        if comm.rank != comm.lead:
+            return b""
+        port = self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, None))
+        return msgspec.msgpack.encode((address_for(group), port))
+
+    def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
+        if comm.rank != comm.lead:
+            self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, address))
+        return b""
+
+    def share(self, handle: int, size_bytes: int, version: int) -> None:
+        """Let the process map this memory, in place of what it had. If the process is dead, the others hear of it."""
+        with self._in_touch():
+            self.link.share(handle, size_bytes)
+        self.shared_version = version
+
+    def hand_over(self, url: str, store: bytes, described: Described, options: SaveOptions) -> int:
+        """Give a save to the process, which will do it whatever happens to this one. Gives its number.
+
+        If the process is dead, the others hear of it.
+        """
+        number = self.link.next_number()
+        plain = replace(options, metadata={}, codec=Codec(), plans=Plans(), progress=None, cancelled=None)
+        with self._in_touch():
+            self.link.hand_over(Order(number, url, store, described, plain, options.progress is not None))
+        return number
+
+    def outcome(self, number: int, options: SaveOptions, pending: PendingSave) -> Receipt:
+        """Wait for the end of a save. If the process dies, the others hear of it."""
+        with self._in_touch():
+            return self.link.outcome(number, options.progress, pending.cancelled)
+
+    @contextlib.contextmanager
+    def _in_touch(self) -> Iterator[None]:
+        try:
+            yield
+        except WriterDied as error:
+            if isinstance(self.comm, BoardComm) and not error.failures:  # with these, it is another rank's
+                with contextlib.suppress(Exception):  # the place where they meet may have been in that process
+                    depart(self.comm, error)
+                    self._store.add(LEFT, 1)
+            raise
+
+    def close(self, broken: bool = False) -> None:
+        """Let the process end, and wait for that. `broken`: others may wait for it, and it tells them that it goes."""
+        self.link.close(broken)
+
+
+def is_broken(error: BaseException) -> bool:
+    """Whether the writing processes must be started anew after this error. The same on every rank."""
+    kinds = {failure.kind for failure in getattr(error, "failures", {}).values()} | {type(error).__name__}
+    return isinstance(error, CheckpointError) and bool(kinds & {"WriterDied", "RanksMissing"})

@@ -1,0 +1,236 @@
+"""Staging: the state as it is now, copied to where it can be written from while training changes the original.
+
+    host      copy into host memory, and then let the caller go on
+    device    copy on the GPU, let the caller go on, and copy from there into host memory
+    overlap   let the caller go on at once; until the copy is made it may read the state, and not change it
+
+What does not fit in the memory that is allowed is not copied: it is written first, from where it is.
+"""
+
+import logging
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from milepost.background.staging.arena import Arena, budget_of
+from milepost.background.staging.copying import Copier, Copy, Moment, clone_on_devices, room_on
+from milepost.background.staging.packing import Packed, Slot, in_place_of, pack
+from milepost.core.box import Shape
+from milepost.data.write import Entry
+from milepost.saving.describe import Described
+
+Way = Literal["auto", "host", "device", "overlap"]
+_log = logging.getLogger("milepost")
+_SHIFT_BYTES = 64
+"""Where shared memory begins to be used. It is made of small pages, and direct I/O from these was slower (1.9 against 2.1
+GB/s) than from the huge pages that a writer copies through where memory is not page-aligned."""
+_SPARE_BYTES = 256 << 20
+_SPARE_PART = 20
+
+
+class Stager:
+    """Keeps what staging needs from one save to the next. Used by one save at a time.
+
+    `shared`: the memory can be given to another process. `limit_bytes`: the most host memory to use; None: what is free.
+    """
+
+    def __init__(self, shared: bool, limit_bytes: int | None) -> None:
+        self.arena = Arena(shared)
+        self.copier = Copier()
+        self.has_cloned = False
+        self._limit_bytes = limit_bytes
+        self._known: tuple[int, list[Slot]] = (0, [])
+        self._places: list[torch.Tensor] = []
+
+    def prewarm(self, described: Described) -> None:
+        """Make the memory that a state like this needs."""
+        self.reserve(self._pack(described))
+
+    def begin(self, described: Described, way: Way, owned: "Owned | None") -> "Staging":
+        """Look at the state as it is now. The rest may happen in another thread."""
+        return Staging(self, described, self._pack(described), way, owned)
+
+    def _pack(self, described: Described) -> Packed:
+        limit_bytes = budget_of(self._limit_bytes, self.arena.capacity)
+        return pack(described, limit_bytes, _SHIFT_BYTES if self.arena.shared else 0)
+
+    def reserve(self, packed: Packed) -> None:
+        """Have the memory that this needs. Raises MemoryError or OSError where there is not so much."""
+        if packed.size_bytes > self.arena.capacity:
+            self._known, self._places = (0, []), []  # they keep the memory that is about to be given back
+        self.arena.reserve(packed.size_bytes, _pins(packed.sources))
+
+    def places(self, packed: Packed) -> list[torch.Tensor]:
+        """The memory of each slot, in order. Kept for the next save, which mostly has the same slots."""
+        slots = [slot for _, slot in packed.sources]
+        if (self.arena.version, slots) != self._known:
+            self._places = [slot.within(self.arena.data) for slot in slots]
+            self._known = self.arena.version, slots
+        return self._places
+
+    def free(self) -> None:
+        """Give the memory back."""
+        self._known, self._places = (0, []), []
+        self.arena.free()
+
+
+class Owned:
+    """The memory that only an optimizer changes: its parameters and what it keeps for each."""
+
+    def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
+        self._storages: set[int] = set()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                self._add(group["params"])
+            for kept in optimizer.state.values():
+                self._add(kept.values() if isinstance(kept, dict) else [])
+
+    def _add(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                local = value.to_local() if isinstance(value, DTensor) else value
+                self._storages.add(local.untyped_storage().data_ptr())
+
+    def holds(self, data: torch.Tensor) -> bool:
+        """Whether nobody but the optimizers changes this tensor."""
+        return data.untyped_storage().data_ptr() in self._storages
+
+
+class Staging:
+    """The staging of one save.
+
+    `at_return` is set when the caller may go on (by the rules of the way), `done` when it may change everything.
+    """
+
+    def __init__(self, stager: Stager, described: Described, packed: Packed, way: Way, owned: Owned | None) -> None:
+        self._stager, self._described, self._packed = stager, described, packed
+        self.at_return, self.done = threading.Event(), threading.Event()
+        on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if _is_on_gpu(data)]
+        self.way = _chosen(way, on_gpu, owned, 1 if stager.has_cloned else 2)
+        self._clones: dict[int, torch.Tensor] = {}
+        if self.way == "device":
+            try:
+                self._clones = dict(zip(map(id, on_gpu), clone_on_devices(on_gpu), strict=True))
+                stager.has_cloned = True
+            except torch.OutOfMemoryError:
+                self.way = "overlap" if owned else "host"
+        self._moment = Moment(on_gpu)
+        self._may_wait = self._rule(owned)
+        if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
+            self.at_return.set()
+
+    @property
+    def unread(self) -> threading.Event:
+        """Set when nobody reads the state any more: where it was copied on the GPU, long before `done`."""
+        return self.at_return if self.way == "device" else self.done
+
+    def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
+        """Which tensors may be copied after the caller went on."""
+        if self.way == "device":
+            return lambda data: id(data) in self._clones
+        if self.way == "overlap":
+            return owned.holds if owned is not None else lambda _: True
+        return lambda _: False
+
+    def _reserve(self) -> None:
+        arena, packed = self._stager.arena, self._packed
+        try:
+            self._stager.reserve(packed)
+        except (OSError, MemoryError) as error:
+            _log.warning("no staging memory (%s): the state is written from where it is, which takes longer", error)
+            self._packed = pack(self._described, 0)
+            arena.reserve(0, pinned=False)
+
+    def fits(self) -> bool:
+        """Whether all of the state gets a place in host memory."""
+        return not self._packed.left_out
+
+    def copy(self) -> None:
+        """Copy all that fits."""
+        self._reserve()
+        now: list[Copy] = []
+        later: list[Copy] = []
+        for (data, _), target in zip(self._packed.sources, self._stager.places(self._packed), strict=True):
+            copy = Copy(self._clones.get(id(data), data), target)
+            (later if self._may_wait(data) else now).append(copy)
+        self._stager.copier.copy(now, self._moment)
+        if (later or self._packed.left_out) and self._rest_may_wait():
+            self.at_return.set()
+        self._stager.copier.copy(later, self._moment)
+        self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
+
+    def _rest_may_wait(self) -> bool:
+        return all(self._may_wait(data) for data in self._packed.left_out)
+
+    def settle(self) -> None:
+        """After `copy`: let the caller go on, unless something is read from where it is."""
+        if all(id(data) in self._clones for data in self._packed.left_out):
+            self.release()
+
+    def release(self) -> None:
+        """Nothing reads the state any more."""
+        self.done.set()
+        self.at_return.set()
+
+    def forget(self) -> None:
+        """Keep nothing of the state: the save has ended, and an error that it met may keep this."""
+        self._packed, self._clones = Packed([], {}, [], 0), {}
+        self._described = replace(self._described, tensors={}, private=[])
+
+    def described(self) -> Described:
+        """The state as it was, to be written: from the copies, and where there are none from the original."""
+        places = self._stager.places(self._packed)
+        made = {slot.offset: place for (_, slot), place in zip(self._packed.sources, places, strict=True)}
+
+        def instead(data: torch.Tensor, dtype: str, shape: Shape) -> Any:
+            del dtype, shape
+            slot = self._packed.slots.get(id(data))
+            return made[slot.offset] if slot is not None else self._clones.get(id(data), data)
+
+        result = in_place_of(self._described, instead)
+        live = {id(data) for data in self._packed.left_out if id(data) not in self._clones}
+        if not live:
+            return result
+        tensors = self._described.tensors.items()
+        private = zip(result.private, self._described.private, strict=True)
+        return replace(
+            result,
+            live=frozenset(key for key, local in tensors if any(id(part.data) in live for part in local.parts)),
+            private=[Entry(new.header, new.data, id(old.data) in live) for new, old in private],
+            released=self.release,
+        )
+
+    def slots(self) -> Described:
+        """The same, with slots in place of tensors: for a process that maps the memory. Only where all fits."""
+        return in_place_of(
+            self._described, lambda data, dtype, shape: self._packed.slots.get(id(data)) or Slot(0, dtype, shape)
+        )
+
+
+def _is_on_gpu(data: torch.Tensor) -> bool:
+    return data.is_cuda
+
+
+def _pins(sources: list[tuple[torch.Tensor, Slot]]) -> bool:
+    return torch.cuda.is_available() and any(data.is_cuda for data, _ in sources)
+
+
+def _chosen(way: Way, on_gpu: list[torch.Tensor], owned: Owned | None, copies: int) -> Way:
+    """The way to go. On the GPU where it has room for so many copies; else over the next step if that is safe.
+
+    For the first save two: it will be part of the most that was ever in use, and the next should not be judged otherwise.
+    """
+    if way in ("host", "overlap"):
+        return way
+    need: dict[torch.device, int] = {}
+    for data in on_gpu:
+        need[data.device] = need.get(data.device, 0) + data.nbytes
+    if need and all(
+        room_on(device) > copies * size + size // _SPARE_PART + _SPARE_BYTES for device, size in need.items()
+    ):
+        return "device"
+    return "overlap" if owned is not None else "host"

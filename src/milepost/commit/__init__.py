@@ -1,0 +1,1 @@
+"""The commit: how a checkpoint comes into existence, is found, and goes."""

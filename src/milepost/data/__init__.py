@@ -1,0 +1,1 @@
+"""Bytes between tensors and stores."""

@@ -1,0 +1,90 @@
+"""Host memory as bytes: the blocks that workers copy through, and the bytes of tensors."""
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from milepost.core.limits import KIB, PAGE_BYTES
+from milepost.data.transfer import new_pages
+
+_SMALL = 128 * KIB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# One that keeps the interpreter's lock: for small copies, handing it on costs more than the copy.
+_move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
+    ("memmove", ctypes.pythonapi)
+)
+
+
+class Late:
+    """A tensor that is made when it is needed, and not kept: what a planner gives for an item, or a part of that."""
+
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        self._make = make
+
+    def __getitem__(self, inside: tuple[slice, ...]) -> "Late":
+        return Late(lambda: self.get()[inside])
+
+    def get(self) -> torch.Tensor:
+        """The tensor, made anew."""
+        return self._make()
+
+
+def ready(data: "torch.Tensor | Late") -> torch.Tensor:
+    """The tensor itself."""
+    return data.get() if isinstance(data, Late) else data
+
+
+def copy_bytes(to: int, source: int, count: int) -> None:
+    """Copy memory between two addresses, which the caller keeps alive."""
+    if count <= _SMALL:
+        _move_small(to, source, count)
+    else:
+        ctypes.memmove(to, source, count)
+
+
+def address_of(data: torch.Tensor) -> int:
+    """Where the bytes of a tensor lie in row-major order; 0 where they do not (on a device, strided, conjugated, empty)."""
+    if data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg():
+        return int(data.data_ptr())
+    return 0
+
+
+def view_of(data: torch.Tensor) -> memoryview:
+    """The bytes of a tensor that has an address."""
+    # One run of memory, whatever its strides say: those of dimensions of size 1 mean nothing.
+    array: Any = data.as_strided((data.numel(),), (1,)).view(torch.uint8).numpy()
+    return memoryview(array)
+
+
+def as_bits(data: torch.Tensor) -> torch.Tensor:
+    """The same memory under a type that every kernel can copy: torch has none for some small floats."""
+    return data.view(_BITS[data.element_size()])
+
+
+class Block:
+    """Page-aligned memory of one worker; pinned where it serves a GPU, so that copies run at full speed."""
+
+    def __init__(self, size_bytes: int, pinned: bool = False) -> None:
+        if pinned:
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            shift = -memory.data_ptr() % PAGE_BYTES
+            self.data = memory[shift : shift + size_bytes]
+        else:
+            self.data = torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8)
+        self.address = int(self.data.data_ptr())
+        self.view = view_of(self.data)
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as a flat tensor."""
+        if dtype not in self._typed:
+            whole = self.data.numel() // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = self.data[:whole].view(dtype)
+        return self._typed[dtype]
+
+
+def needs_pinned(tensors: "list[torch.Tensor]") -> bool:
+    """Whether any of these is on a GPU that copies faster from and to pinned memory."""
+    return torch.cuda.is_available() and any(tensor.is_cuda for tensor in tensors)

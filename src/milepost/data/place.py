@@ -1,0 +1,305 @@
+"""The last step of a load: verified bytes go into tensors.
+
+The blocks of a file that are needed form runs; runs are cut into jobs, and workers take them one by one. A job reads
+its range in one request, straight into the memory of the tensors where they lie there as in the file, and elsewhere
+into the worker's own block; checks it while it is warm; and copies what is in the block to where it belongs. No block
+is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
+"""
+
+import os
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, pairwise
+from operator import itemgetter, mul
+from typing import NamedTuple
+
+import msgspec
+import torch
+
+from milepost.core.box import Box, Shape, boxes_of_run, strides_of
+from milepost.core.division import ReadItem
+from milepost.core.dtypes import DTYPES
+from milepost.core.limits import KIB, PAGE_BYTES
+from milepost.data.collection_pause import CollectionPaused
+from milepost.data.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.data.read import Files, VerifiedFile
+from milepost.data.transfer import Meter, Transfer, run_all
+from milepost.data.transforms import REGISTRY, ExtensionRegistry, restored
+from milepost.errors import CheckpointDamaged
+from milepost.state.tensors import torch_dtype
+
+_IN_PLACE = 64 * KIB
+"""Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
+_FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
+"""So many threads read from the page cache: that is work of the CPUs, and what they do besides needs Python's lock."""
+_GAP = 256 * KIB
+"""Where rows of a strided region are at most so far apart, what lies between is read too: that is faster than a request."""
+
+
+_QUIET = Transfer(direct=False)
+"""For looking into a checkpoint: who looks once looks again, and then it should be in the page cache."""
+
+
+class Placement(msgspec.Struct, frozen=True, gc=False):
+    """A planned read, the saved dtype, and the memory that takes the result. `alone`: no other rank reads the same."""
+
+    item: ReadItem
+    dtype: str
+    target: torch.Tensor
+    size_bytes: int
+    alone: bool = False
+
+
+def placement_of(item: ReadItem, dtype: str, target: torch.Tensor, alone: bool = False) -> Placement:
+    """The read of `item` into `target`."""
+    return Placement(item, dtype, target, item.box.elements * DTYPES[dtype].size_bytes, alone)
+
+
+def place_all(
+    files: Files,
+    placements: Iterable[Placement],
+    transfer: Transfer = _QUIET,
+    meter: Meter | None = None,
+    *,
+    verify: bool = True,
+    registry: ExtensionRegistry = REGISTRY,
+) -> None:
+    """Read everything into its targets. Bytes that were transformed are restored by extensions of the registry."""
+    meter = meter or Meter("load", files.url)
+    by_rank: dict[int, list[Placement]] = defaultdict(list)
+    total = count = 0
+    for placement in placements:
+        if placement.item.key in files.transforms:
+            _place_restored(files, placement, registry)
+            continue
+        count += 1
+        by_rank[placement.item.rank].append(placement)
+        total += placement.size_bytes
+    meter.expect(total)
+    # A block of the file is checked as a whole, so it must fit a worker's memory.
+    align = files.manifest.block_bytes if verify else PAGE_BYTES
+    size = max(transfer.block_bytes // align, 1) * align
+    pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
+    jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size))
+
+    first = next(jobs, None)
+    if first is None:
+        return
+    threads = transfer.threads_for(total, count, size)
+    if not transfer.direct or not _is_cold(first):
+        threads = min(threads, _FROM_THE_CACHE)
+
+    def make_worker() -> Callable[[_Job], None]:
+        return _Worker(Block(size, pinned), transfer.direct, verify, meter)
+
+    run_all(chain([first], jobs), make_worker, threads, meter)
+
+
+def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry) -> None:
+    """Read a whole entry, undo its transforms, and take what is wanted of it."""
+    item, file = placement.item, files.of(placement.item.rank)
+    size = item.source.elements * DTYPES[placement.dtype].size_bytes
+    what = f"{file.where}: {item.name[:200]!r}"
+    data = restored(file.packed(item), files.transforms[item.key], size, what, registry)
+    if len(data) != size:
+        raise CheckpointDamaged(f"{what} is {len(data)} bytes without its transforms, and should be {size}")
+    source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(placement.dtype))
+    wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
+    same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
+    if same:
+        as_bits(placement.target).copy_(as_bits(wanted))
+    else:
+        placement.target.copy_(wanted)
+
+
+class _Piece(NamedTuple):
+    """One placement in its file: bytes start..stop span it, and where it lies in one run, `address` is its memory."""
+
+    start: int
+    stop: int
+    address: int
+    origin: int
+    alone: bool
+    placement: Placement
+    region: "_Region | None"
+
+
+class _Job(NamedTuple):
+    """Bytes start..stop of the data of a file, and all that they hold of what is wanted."""
+
+    file: VerifiedFile
+    start: int
+    stop: int
+    pieces: list[_Piece]
+
+
+def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int) -> Iterator[_Job]:
+    """The reads of one file, front to back; each starts where a block does."""
+    with CollectionPaused():
+        pieces = sorted([_piece(file, p) for p in placements], key=itemgetter(0))
+        ranges = [span for piece in pieces for span in ([piece[:2]] if piece.address else _spans(piece))]
+    following, active = 0, list[_Piece]()
+    for low, high in _merged(ranges, align, file.header.data_bytes):
+        for start in range(low, high, size):
+            stop = min(start + size, high)
+            active = [piece for piece in active if piece.stop > start]
+            while following < len(pieces) and pieces[following].start < stop:
+                active.append(pieces[following])
+                following += 1
+            yield _Job(file, start, stop, active)
+
+
+def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
+    origin, end = file.entry(placement.item, placement.dtype).data_offsets
+    order = file.order(placement.item)
+    if order is not None:
+        placement = _turned(placement, order)
+    item, target = placement.item, placement.target
+    if item.box is item.source or item.box == item.source:
+        start, stop = origin, end
+    else:
+        size = DTYPES[placement.dtype].size_bytes
+        inner, strides = item.box.within(item.source), strides_of(item.source.shape)
+        start = origin + sum(map(mul, inner.offset, strides)) * size
+        stop = start + (sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1) * size
+    in_one_run = stop - start == placement.size_bytes
+    address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
+    region = None if address else _Region(placement)
+    return _Piece(start, stop, address, origin, placement.alone and in_one_run, placement, region)
+
+
+def _turned(placement: Placement, order: Shape) -> Placement:
+    """The same read with the dimensions in the order in which they lie in the file."""
+
+    def turn(box: Box) -> Box:
+        return Box(tuple(box.offset[d] for d in order), tuple(box.shape[d] for d in order))
+
+    item, target = placement.item, placement.target.permute(order)
+    turned = ReadItem(item.key, item.rank, item.name, turn(item.source), turn(item.box))
+    return placement_of(turned, placement.dtype, target, placement.alone)
+
+
+def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:
+    """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read over."""
+    item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
+    if piece.stop - piece.start <= max(piece.placement.size_bytes, _GAP):
+        return iter([(piece.start, piece.stop)])
+    return _stretches(item.box.within(item.source), strides_of(item.source.shape), kind.size_bytes, piece.origin)
+
+
+def _stretches(box: Box, strides: tuple[int, ...], size: int, origin: int) -> Iterator[tuple[int, int]]:
+    dims = [d for d, n in enumerate(box.shape) if n > 1]
+    ends = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
+    for position, d in enumerate(dims):
+        inner = sum(ends[e] for e in dims[position + 1 :]) + 1
+        if (strides[d] - inner) * size > _GAP:
+            for i in range(box.shape[d]):
+                yield from _stretches(box.narrow(d, i, 1), strides, size, origin)
+            return
+    first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
+    yield origin + first * size, origin + (first + sum(ends) + 1) * size
+
+
+def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tuple[int, int]]:
+    """The whole blocks that the ranges touch, as runs without gaps."""
+    low = high = 0
+    for start, stop in sorted(ranges):
+        if low <= start and stop <= high:  # as most of many small ones
+            continue
+        first, last = start // align * align, min(-(-stop // align) * align, end)
+        if first > high or low == high:
+            if low < high:
+                yield low, high
+            low, high = first, last
+        else:
+            high = max(high, last)
+    if low < high:
+        yield low, high
+
+
+def _is_cold(job: _Job) -> bool:
+    """Whether a job should be read past the page cache: what other ranks of this machine read too had better be in it."""
+    alone = all(piece.alone for piece in job.pieces)
+    return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
+
+
+class _Worker:
+    """Does jobs with a block of memory of its own."""
+
+    def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter) -> None:
+        self._block, self._direct, self._verify, self._meter = block, direct, verify, meter
+
+    def __call__(self, job: _Job) -> None:
+        if self._direct and _is_cold(job):
+            views = [self._block.view[: job.stop - job.start]]
+            job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
+            if self._verify:
+                job.file.check(job.start, views)
+            count = self._copy(job.pieces, job)
+        else:
+            views, left, count = self._scatter(job)
+            job.file.read(job.start, views, verify=self._verify)
+            count += self._copy(left, job)
+        self._meter.add(count)
+
+    def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece], int]:
+        """Where each byte of a job goes, in order; what must then be copied from the block; how much is in place."""
+        views: list[memoryview] = []
+        left: list[_Piece] = []
+        at, base, placed = job.start, job.start, 0
+        for piece in job.pieces:
+            if not piece.address or piece.stop - piece.start < _IN_PLACE:
+                left.append(piece)
+                continue
+            start, stop = max(piece.start, base), min(piece.stop, job.stop)
+            views.append(self._block.view[at - base : start - base])
+            views.append(view_of(piece.placement.target)[start - piece.start : stop - piece.start])
+            at, placed = stop, placed + stop - start
+        if views and any(a.stop > b.start for a, b in pairwise(job.pieces)):
+            # Two targets want the same bytes, or lie in each other's gaps: all of them come through the block.
+            return [self._block.view[: job.stop - base]], job.pieces, 0
+        views.append(self._block.view[at - base : job.stop - base])
+        return [view for view in views if len(view)], left, placed
+
+    def _copy(self, pieces: list[_Piece], job: _Job) -> int:
+        """Copy what a job read of some pieces from the block to their targets, and say how much that is."""
+        count, block, (_, first, last, _) = 0, self._block, job
+        for start, stop, address, origin, _, _, region in pieces:
+            low, high = max(first, start), min(last, stop)
+            if address:
+                copy_bytes(address + low - start, block.address + low - first, high - low)
+                count += high - low
+            else:
+                assert region is not None
+                count += region.fill(block, low - first, low - origin, high - origin)
+        return count
+
+
+class _Region:
+    """A region of an entry whose target is strided, on a device, or of another type: filled by copies from a block."""
+
+    def __init__(self, placement: Placement) -> None:
+        item, target = placement.item, placement.target
+        self._dtype = torch_dtype(placement.dtype)
+        self._size = DTYPES[placement.dtype].size_bytes
+        self._shape, self._strides = item.source.shape, strides_of(item.source.shape)
+        self._wanted = item.box.within(item.source)
+        same = target.dtype == self._dtype and not target.is_conj() and not target.is_neg()
+        # Bit by bit where the types are the same: torch cannot copy all of its types.
+        self._target = as_bits(target) if same else target
+        self._read_as = self._target.dtype if same else self._dtype
+
+    def fill(self, block: Block, at: int, start: int, stop: int) -> int:
+        """Copy what bytes start..stop of the entry, which lie at `at` in the block, hold of the region; say how much."""
+        count = 0
+        first = start // self._size
+        source = block.as_type(self._read_as)
+        base = source.storage_offset() + at // self._size - first
+        for box in boxes_of_run(self._shape, first, stop // self._size):
+            part = box.intersect(self._wanted)
+            if part is not None:
+                offset = base + sum(map(mul, part.offset, self._strides))
+                target = self._target[part.within(self._wanted).slices]
+                target.copy_(source.as_strided(part.shape, self._strides, offset))
+                count += part.elements
+        return count * self._size

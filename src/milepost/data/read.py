@@ -1,0 +1,254 @@
+"""Reading: shard files whose every byte is checked before it is used. Knows no torch.
+
+Header and table of checksums are checked against the manifest when a file is opened; data is checked block by block
+against the table, where it was read to.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from milepost.core.box import Shape
+from milepost.core.division import ReadItem
+from milepost.core.dtypes import DTYPES
+from milepost.core.limits import KIB, MIB
+from milepost.core.manifest import Manifest, ShardFile
+from milepost.core.shardfile import CHECKSUMS, Entry, Header, read_header, seal_of, sums_of
+from milepost.data.collection_pause import CollectionPaused
+from milepost.data.transfer import Meter, Transfer, new_pages, run_all
+from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
+from milepost.store import Reader, Store
+
+MAX_TABLE_BYTES = 256 * MIB
+"""The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
+_WARM_BYTES = 1024 * KIB
+"""So much is read and then checked: it is still in the processor's cache then."""
+MAX_OPEN = 64
+"""How many files stay open at once: a checkpoint of a large job has more than a process may open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One damaged place: the file, what is wrong, and the entries that it touches."""
+
+    file: str
+    reason: str
+    entries: tuple[str, ...] = ()
+
+
+class VerifiedFile:
+    """One shard file, open: its header, and any blocks of its data, checked. May be used by several threads at once."""
+
+    def __init__(self, store: Store, manifest: Manifest, record: ShardFile) -> None:
+        self.name = manifest.file_name(record.rank)
+        self.where = f"{store.url}/{self.name}"
+        self.block_bytes = manifest.block_bytes
+        self.reader = self._open(store, record)
+        try:
+            self.header, self._sums = self._read_head(record, manifest)
+        except BaseException:
+            self.reader.close()
+            raise
+
+    def _open(self, store: Store, record: ShardFile) -> Reader:
+        try:
+            reader = store.reader(self.name)
+        except FileNotFoundError:
+            raise CheckpointDamaged(
+                f"{self.where} is missing. If this checkpoint was removed or replaced by a newer save meanwhile, open one anew."
+            ) from None
+        if reader.size_bytes != record.size_bytes:
+            reader.close()
+            raise CheckpointDamaged(
+                f"{self.where} has {reader.size_bytes} bytes and was saved with {record.size_bytes}"
+            )
+        return reader
+
+    def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
+        """Header and table of checksums, checked against the manifest."""
+        head = self._read(0, record.header_bytes)
+        data_bytes = _data_bytes(record.size_bytes - record.header_bytes, self.block_bytes)
+        table_bytes = record.size_bytes - record.header_bytes - data_bytes
+        if table_bytes > MAX_TABLE_BYTES:
+            raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
+        table = self._read(record.header_bytes + data_bytes, table_bytes)
+        if seal_of(head, table) != record.checksum:
+            raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
+        try:
+            with CollectionPaused():
+                header = read_header(head, record.size_bytes, self.block_bytes)
+        except ValueError as error:
+            raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
+        if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
+            raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
+        return header, np.frombuffer(table, dtype="<u8")
+
+    def _read(self, offset: int, length: int) -> bytes:
+        buffer = bytearray(length)
+        self.reader.read(offset, [memoryview(buffer)])
+        return bytes(buffer)
+
+    def entry(self, item: ReadItem, dtype: str) -> Entry:
+        """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
+        found, kind = self.header.entries.get(item.name), DTYPES[dtype]
+        if found is None or found.shape != (*item.source.shape, *kind.inner) or found.dtype != kind.stored_as:
+            raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as {dtype} {item.source.shape}")
+        if found.data_offsets[0] % kind.size_bytes:
+            raise CheckpointDamaged(
+                f"{self.where} holds {item.name[:200]!r} at a place that is not aligned for {dtype}"
+            )
+        return found
+
+    def packed(self, item: ReadItem) -> bytes:
+        """The verified bytes of an entry that was stored through transforms. Raises CheckpointDamaged where it is none."""
+        found = self.header.entries.get(item.name)
+        if found is None or found.dtype != "U8" or len(found.shape) != 1:
+            raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as transformed bytes")
+        return self.data(*found.data_offsets)
+
+    def order(self, item: ReadItem) -> Shape | None:
+        """The dimensions from the outermost to the innermost in the file; None where that is their own order, as here."""
+        del item
+        return None
+
+    def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
+        """Fill the views with data from `start`, where a block begins, on. Raises CheckpointDamaged, naming entries."""
+        if not verify:
+            self.reader.read(self.header.header_bytes + start, views)
+            return
+        for part in _slices(views, max(_WARM_BYTES, self.block_bytes)):
+            self.reader.read(self.header.header_bytes + start, part)
+            self.check(start, part)
+            start += sum(map(len, part))
+
+    def check(self, start: int, views: Sequence[memoryview]) -> None:
+        """Check data that was read from `start`, where a block begins, on. Raises CheckpointDamaged, naming entries."""
+        damaged = next(self._damaged(start, views), None)
+        if damaged is not None:
+            raise CheckpointDamaged(self._explain(damaged))
+
+    def _damaged(self, start: int, views: Sequence[memoryview]) -> Iterator[int]:
+        first = start // self.block_bytes
+        found = sums_of(views, self.block_bytes)
+        expected = self._sums[first : first + len(found)].tolist()
+        if found != expected:
+            yield from (first + i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
+
+    def data(self, start: int, stop: int) -> bytes:
+        """Bytes start..stop of the data, verified: for small things."""
+        low = start // self.block_bytes * self.block_bytes
+        high = min(-(-stop // self.block_bytes) * self.block_bytes, self.header.data_bytes)
+        blocks = memoryview(bytearray(high - low))
+        self.read(low, [blocks])
+        return bytes(blocks[start - low : stop - low])
+
+    def _explain(self, block: int) -> str:
+        names = self.entries_in(block)
+        shown = ", ".join(repr(name[:200]) for name in names[:5]) + (
+            f" and {len(names) - 5} more" if len(names) > 5 else ""
+        )
+        start = self.header.header_bytes + block * self.block_bytes
+        return f"{self.where}: bytes {start}..{start + self.block_bytes} are not what was saved; they hold {shown}"
+
+    def entries_in(self, block: int) -> list[str]:
+        """The names of the entries that a block touches."""
+        low, high = block * self.block_bytes, (block + 1) * self.block_bytes
+        return [
+            name
+            for name, e in self.header.entries.items()
+            if name != CHECKSUMS and e.data_offsets[0] < high and e.data_offsets[1] > low
+        ]
+
+    def check_all(self, transfer: Transfer, meter: Meter) -> list[Damage]:
+        """Read everything; one `Damage` for each block that is not what was saved."""
+        found: dict[int, Damage] = {}
+        size = -(-transfer.block_bytes // self.block_bytes) * self.block_bytes
+
+        def make_worker() -> Callable[[int], None]:
+            memory = memoryview(new_pages(size))
+
+            def check(start: int) -> None:
+                block = memory[: min(size, self.header.data_bytes - start)]
+                self.read(start, [block], verify=False)
+                for i in self._damaged(start, [block]):
+                    found[i] = Damage(self.name, f"block {i}: {self._explain(i)}", tuple(self.entries_in(i)))
+                meter.add(len(block))
+
+            return check
+
+        total = self.header.data_bytes
+        run_all(iter(range(0, total, size)), make_worker, transfer.threads_for(total, 1, size), meter)
+        return [found[i] for i in sorted(found)]
+
+    def close(self) -> None:
+        """Close the file."""
+        self.reader.close()
+
+
+def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
+    """The same bytes, `size` of them at a time."""
+    part: list[memoryview] = []
+    room = size
+    for view in views:
+        at = 0
+        while len(view) - at >= room:
+            yield [*part, view[at : at + room]]
+            at, part, room = at + room, [], size
+        if at < len(view):
+            part.append(view[at:])
+            room -= len(view) - at
+    if part:
+        yield part
+
+
+def _data_bytes(rest_bytes: int, block: int) -> int:
+    """How much of what follows the header is data: each block of it has eight bytes in the table behind it."""
+    blocks = -(-rest_bytes // (block + 8))
+    return rest_bytes - 8 * blocks
+
+
+class Files:
+    """The shard files of one checkpoint, opened when they are first needed; at most `MAX_OPEN` are kept open."""
+
+    def __init__(self, store: Store, manifest: Manifest) -> None:
+        self._store, self.manifest = store, manifest
+        self._records = {file.rank: file for file in manifest.files}
+        self._open: dict[int, VerifiedFile] = {}
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is, for messages."""
+        return self._store.url
+
+    @cached_property
+    def transforms(self) -> dict[str, tuple[str, ...]]:
+        """The tensors whose bytes were transformed, by key, and how."""
+        return {tensor.key: tensor.transforms for tensor in self.manifest.tensors if tensor.transforms}
+
+    def of(self, rank: int) -> VerifiedFile:
+        """The file that `rank` wrote."""
+        if rank not in self._open:
+            if rank not in self._records:
+                raise CheckpointDamaged(f"{self._store.url}: the manifest names data of rank {rank}, but no file of it")
+            while len(self._open) >= MAX_OPEN:
+                # Forgotten, not closed: a worker may still read from it, and it closes when the last one lets go.
+                self._open.pop(next(iter(self._open)))
+            self._open[rank] = self.make(rank)
+        return self._open[rank]
+
+    def make(self, rank: int) -> VerifiedFile:
+        """Open a file; `of` does that once."""
+        return VerifiedFile(self._store, self.manifest, self._records[rank])
+
+    def name_of(self, rank: int) -> str:
+        """The name of the file that `rank` wrote."""
+        return self.manifest.file_name(rank)
+
+    def close(self) -> None:
+        """Close all files."""
+        for file in self._open.values():
+            file.close()
+        self._open.clear()

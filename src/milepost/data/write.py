@@ -1,0 +1,263 @@
+"""Writing: one rank's plan becomes one shard file, in one pass, checksummed on the way.
+
+The file is cut into blocks of equal size. Each worker takes the next block, brings its bytes together (in aligned
+memory of its own, where the store wants that, or by reference), computes the checksums while they are warm, and writes
+it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
+"""
+
+import ctypes
+import threading
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+import torch
+
+from milepost.core.box import boxes_of_run
+from milepost.core.dtypes import DTYPES
+from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
+from milepost.core.manifest import ShardFile, shard_name
+from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
+from milepost.data.collection_pause import CollectionPaused
+from milepost.data.memory import Block, Late, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.data.transfer import Meter, Transfer, run_all
+from milepost.errors import InvalidState
+from milepost.store import Store, Writer
+
+_THROUGH_THE_CACHE = 2
+"""So many write to the page cache at once: one file has one lock there, and more threads only spin on it."""
+_BY_REFERENCE = 64 * KIB
+"""Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
+
+
+class Entry(msgspec.Struct, frozen=True, gc=False):
+    """An entry to write, with the memory that holds it, or what makes it. `live`: somebody waits to change that memory."""
+
+    header: NewEntry
+    data: torch.Tensor | Late
+    live: bool = False
+
+
+class Written(msgspec.Struct, frozen=True):
+    """What a rank wrote: its file (None where it had nothing to write)."""
+
+    file: ShardFile | None
+    data_bytes: int
+
+
+def write_shard(
+    store: Store,
+    save_id: str,
+    rank: int,
+    entries: list[Entry],
+    transfer: Transfer,
+    meter: Meter,
+    released: Callable[[], None] = lambda: None,
+) -> Written:
+    """Write one shard file and make it durable. On any error nothing of it remains.
+
+    Entries that are live are written first, and `released` is called once, from any thread, when they are not needed any more.
+    """
+    if not entries:
+        released()
+        return Written(None, 0)
+    # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
+    entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
+    notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
+    try:
+        with CollectionPaused():
+            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
+    except ValueError as error:
+        raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
+    meter.expect(header.data_bytes)
+    writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
+    try:
+        writer.write(0, [head])
+        table = _write_blocks(writer, _Source(entries, header, transfer.block_bytes), transfer, meter, released)
+        writer.write(header.header_bytes + header.data_bytes, [table])
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
+    seal = seal_of(head, table)
+    return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
+
+
+def _write_blocks(
+    writer: Writer, source: "_Source", transfer: Transfer, meter: Meter, released: Callable[[], None]
+) -> bytes:
+    """Write the data and give the table of its checksums."""
+    total, size = source.header.data_bytes, transfer.block_bytes
+    starts, live = source.starts_of_blocks()
+    release = _Countdown(live, released)
+    sums = np.zeros(-(-total // BLOCK_BYTES), dtype="<u8")
+    free: deque[Block] = deque()
+
+    def gather(start: int) -> _Gathered:
+        block = free.pop()  # each worker brings one along, and gives it back before it takes the next job
+        stop = min(start + size, total)
+        return _Gathered(start, stop, source.bytes_in(start, stop, block, by_reference=not writer.aligned), block)
+
+    def make_worker() -> Callable[["int | _Gathered"], None]:
+        free.append(Block(min(size, total), source.pinned))
+
+        def write(job: "int | _Gathered") -> None:
+            job = job if isinstance(job, _Gathered) else gather(job)
+            found = sums_of(job.views, BLOCK_BYTES)
+            first = job.start // BLOCK_BYTES
+            sums[first : first + len(found)] = found
+            writer.write(source.header.header_bytes + job.start, job.views)
+            meter.add(job.stop - job.start)
+            free.append(job.block)
+            release.count(job.start)
+
+        return write
+
+    threads = transfer.threads_for(total, source.pieces, size)
+    if not writer.aligned:
+        threads = min(threads, _THROUGH_THE_CACHE)
+    # What is made late is made by a planner, which may use the same memory for each item: so these are copied one after
+    # the other, in order (jobs are taken one at a time), and only checksummed and written side by side.
+    jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
+    run_all(jobs, make_worker, threads, meter)
+    return sums.tobytes()
+
+
+class _Countdown:
+    """Calls back, once, when all of these were counted."""
+
+    def __init__(self, awaited: set[int], then: Callable[[], None]) -> None:
+        self._awaited, self._then = awaited, then
+        self._lock = threading.Lock()
+        if not awaited:
+            then()
+
+    def count(self, one: int) -> None:
+        with self._lock:
+            if one not in self._awaited:
+                return
+            self._awaited.remove(one)
+            if self._awaited:
+                return
+        self._then()
+
+
+class _Gathered(msgspec.Struct, frozen=True):
+    """The bytes start..stop, some of them in the block."""
+
+    start: int
+    stop: int
+    views: list[memoryview]
+    block: Block
+
+
+class _Made:
+    """A late tensor, made once for all the blocks that it lies in, and let go with the last of them."""
+
+    def __init__(self, late: Late, blocks: int) -> None:
+        self._late, self._left = late, blocks
+        self._data: torch.Tensor | None = None
+
+    def take(self) -> torch.Tensor:
+        """The tensor, for one block. Blocks with late tensors are gathered one at a time, so there is no lock."""
+        data = self._data if self._data is not None else self._late.get()
+        self._left -= 1
+        self._data = data if self._left > 0 else None
+        return data
+
+
+def _made_for(entry: Entry, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
+    if isinstance(entry.data, torch.Tensor):
+        return entry.data
+    start, stop = header.entries[entry.header.name].data_offsets
+    return _Made(entry.data, (stop - 1) // block_bytes - start // block_bytes + 1)
+
+
+def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
+    """For each entry, where the run of entries ends that lie in memory as they will lie in the file; from the last one back."""
+    ends = [*starts[1:], total]
+    for i in range(len(starts) - 2, -1, -1):
+        if addresses[i] and addresses[i + 1] - addresses[i] == starts[i + 1] - starts[i]:
+            ends[i] = ends[i + 1]
+    return ends
+
+
+class _Source:
+    """The data of all entries as one run of bytes."""
+
+    def __init__(self, entries: list[Entry], header: Header, block_bytes: int) -> None:
+        self.header, self._block_bytes = header, block_bytes
+        self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
+        self.pieces = len(entries)
+        self.late = any(isinstance(entry.data, Late) for entry in entries)
+        self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
+        self._data = [_made_for(entry, header, block_bytes) for entry in entries]
+        self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]
+        self._run_ends = _run_ends(self._starts, self._addresses, header.data_bytes)
+        self._views: dict[int, memoryview] = {}
+        here = [data for data in self._data if isinstance(data, torch.Tensor)]
+        # What comes late comes from where the job computes.
+        self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
+
+    def starts_of_blocks(self) -> tuple[list[int], set[int]]:
+        """Where blocks start, those that hold live entries first, and which these are."""
+        size = self._block_bytes
+        live = {at * size for start, stop in self._live for at in range(start // size, -(-stop // size))}
+        rest = [start for start in range(0, self.header.data_bytes, size) if start not in live]
+        return [*sorted(live), *rest], live
+
+    def bytes_in(self, start: int, stop: int, block: Block, *, by_reference: bool) -> list[memoryview]:
+        """Bytes start..stop, in `block` from its beginning, or partly as views of the tensors themselves."""
+        i = bisect_right(self._starts, start) - 1
+        address = self._addresses[i] + start - self._starts[i] if self._addresses[i] else 0
+        if self._run_ends[i] >= stop and address and (by_reference or address % PAGE_BYTES == 0):
+            # All of it lies together, in order: so do copies that were made for this. It is written from there.
+            return [memoryview((ctypes.c_char * (stop - start)).from_address(address)).cast("B")]
+        views: list[memoryview] = []
+        at = gathered = start  # what lies between was put into the block and is not in `views` yet
+        while at < stop:
+            low = at - self._starts[i]
+            high = min(stop - self._starts[i], self._size(i))
+            if by_reference and self._addresses[i] and high - low >= _BY_REFERENCE:
+                views.append(block.view[gathered - start : at - start])
+                views.append(self._view(i)[low:high])
+                gathered = at + high - low
+            elif self._addresses[i]:
+                copy_bytes(block.address + at - start, self._addresses[i] + low, high - low)
+            elif high > low:
+                self._copy(self._data[i], low, high, block, at - start)
+            at += high - low
+            i += 1
+        views.append(block.view[gathered - start : stop - start])
+        return [view for view in views if len(view)]
+
+    def _size(self, i: int) -> int:
+        end = self._starts[i + 1] if i + 1 < len(self._starts) else self.header.data_bytes
+        return end - self._starts[i]
+
+    def _view(self, i: int) -> memoryview:
+        if i not in self._views:
+            data = self._data[i]
+            assert isinstance(data, torch.Tensor)
+            self._views[i] = view_of(data)
+        return self._views[i]
+
+    def _copy(self, source: "torch.Tensor | _Made", low: int, high: int, block: Block, at: int) -> None:
+        """Copy bytes low..high of a tensor that is strided, on a device, or late. Elements are not cut: all is aligned."""
+        data = source if isinstance(source, torch.Tensor) else source.take()
+        if address_of(data):
+            copy_bytes(block.address + at, address_of(data) + low, high - low)
+            return
+        size = data.element_size()
+        if data.is_contiguous():
+            data = data.view(-1)
+        for box in boxes_of_run(tuple(data.shape), low // size, high // size):
+            count = box.elements * size
+            part = data[box.slices]
+            if not part.is_conj() and not part.is_neg():  # else torch works it out while it copies
+                part = as_bits(part)
+            room = block.as_type(part.dtype)[at // size : (at + count) // size]
+            room.view(box.shape).copy_(part)
+            at += count

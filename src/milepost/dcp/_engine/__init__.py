@@ -1,0 +1,1 @@
+"""The engine behind the mirror of `torch.distributed.checkpoint`."""

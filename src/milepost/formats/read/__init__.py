@@ -1,0 +1,1 @@
+"""Other formats, read as checkpoints."""

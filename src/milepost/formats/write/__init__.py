@@ -1,0 +1,1 @@
+"""Other formats, written from checkpoints."""

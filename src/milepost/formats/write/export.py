@@ -1,0 +1,214 @@
+"""`milepost.export_safetensors`: the state of a running job as a Hugging Face folder, each rank writing its own bytes."""
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import msgspec
+import torch
+
+from milepost.comm import TIMEOUT_S, Comm, told
+from milepost.comm.distributed import ranks_of
+from milepost.core.agreement import Plans
+from milepost.core.box import Box, Shape, strides_of
+from milepost.core.division import written_by
+from milepost.core.tree import Node
+from milepost.data.memory import Block, needs_pinned
+from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
+from milepost.errors import InvalidRequest
+from milepost.formats.write.content import copy_run
+from milepost.formats.write.convert import (
+    MAX_SHARD_BYTES,
+    Converted,
+    Rename,
+    choose,
+    local_folder,
+    notes_of,
+    plan_of,
+    within,
+)
+from milepost.formats.write.files import Attempt, NewFiles, Plan
+from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
+from milepost.formats.write.torchfile import plain_value
+from milepost.saving.agree import agree
+from milepost.saving.describe import Described, describe
+from milepost.state.tensors import find_part
+from milepost.state.values import Codec
+from milepost.store import Where, store_at
+from milepost.store.local import LocalWriter
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
+_THREADS = 2
+"""They write through the page cache, because ranges of ranks do not end where pages do."""
+
+
+class _Terms(msgspec.Struct, frozen=True):
+    """What the lead tells: all tensors under their new keys, the old key of each, and the notes of the header."""
+
+    tensors: list[tuple[str, str, Shape]]
+    old: dict[str, str]
+    notes: dict[str, str]
+
+
+_TERMS = msgspec.msgpack.Decoder(_Terms)
+
+
+class _Job(NamedTuple):
+    """A slab of a tensor: its memory, and where its file begins to hold the whole tensor."""
+
+    data: torch.Tensor
+    slab: Box
+    shape: Shape
+    start: int
+
+
+def export_safetensors(
+    state: Any,
+    target: Where,
+    *,
+    rename: Rename | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    drop_values: bool = False,
+    overwrite: bool = False,
+    host_memory_bytes: int = HOST_MEMORY_BYTES,
+    transfer: Transfer | None = None,
+    progress: Watcher | None = None,
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+) -> Converted:
+    """Write the tensors of a live state to a Hugging Face folder, from every rank of the job, or from one process.
+
+    Every rank writes the bytes that it holds to their place in the final files; nothing is gathered, and there is no
+    second pass. Returns once all files are whole and durable; the folder does not look whole before. Replicas are taken
+    to be equal, and each writes a share. Rows of a tensor that is cut along another dimension than the first are written
+    one by one. Options are as for `convert`.
+    """
+    limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
+    store = store_at(target)
+    attempt = Attempt(local_folder(store, "safetensors"), comm, limited, overwrite)
+    meter = Meter("save", store.url, progress if comm.rank == comm.lead else None)
+    described, trouble = _described(state, comm)
+    plans = Plans()
+    agreed = agree(comm, attempt.phase, described, trouble, plans, True)
+    assert described is not None
+
+    def settle() -> bytes:
+        everything = plans.overview(agreed.id)
+        assert everything is not None
+        return msgspec.msgpack.encode(_terms(everything.tree, everything.tensors, described, rename, drop_values))
+
+    terms = _TERMS.decode(told(comm, attempt.phase("naming the tensors"), settle))
+    layout = hf_layout([HfTensor(*t) for t in terms.tensors], terms.notes, max_shard_bytes)
+    names = {old: new for new, old in terms.old.items()}
+    slabs = [
+        (names[tensor.key], tensor.shape, item.box, find_part(described.tensors[tensor.key], item.box))
+        for tensor in agreed.tensors
+        if tensor.key in names
+        for item in written_by(tensor, agreed.layouts[tensor.layout], comm.rank)
+    ]
+    size = limited.block_bytes
+
+    def work(files: NewFiles, plan: Plan) -> bytes:
+        del plan
+        meter.expect(sum(data.numel() * data.element_size() for *_, data in slabs))
+        for file in layout.files:
+            mine = [(file.starts[key], *rest) for key, *rest in slabs if key in file.starts]
+            if not mine and comm.rank != comm.lead:
+                continue
+            with files.writer(file.name, file.size_bytes, direct=False) as writer:
+                _write_file(writer, file, mine, comm.rank == comm.lead, size, limited, meter)
+        return b""
+
+    attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
+    meter.finish()
+    total = sum(HfTensor(*tensor).size_bytes for tensor in terms.tensors)
+    return Converted(store.url, "safetensors", len(terms.tensors), total)
+
+
+def _described(state: Any, comm: Comm) -> tuple[Described | None, Exception | None]:
+    """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
+    try:
+        return describe(state, comm, Codec(), {}), None
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        return None, error
+
+
+def _terms(
+    tree: tuple[Node, ...], tensors: Any, described: Described, rename: Rename | None, drop_values: bool
+) -> _Terms:
+    codec = Codec()
+    nodes, names = choose(tree, rename, codec)
+    records = {tensor.key: tensor for tensor in tensors}
+    found, values = [], {}
+    saved = {value.key: value.value for value in described.table.values}
+    for node in nodes:
+        if not node.key:
+            continue
+        old = names[node.key]
+        if old in records and records[old].kind in ("tensor", "numpy"):
+            found.append((node.key, records[old].dtype, records[old].shape))
+        else:
+            values[node.key] = plain_value(codec.decode(saved[old], old)) if old in saved else object()
+    if not found:
+        raise InvalidRequest("the state holds no tensors")
+    return _Terms(found, {key: names[key] for key, _, _ in found}, notes_of(values, {}, drop_values))
+
+
+def _write_file(
+    writer: LocalWriter,
+    file: HfFile,
+    mine: "list[Any]",
+    lead: bool,
+    block_bytes: int,
+    transfer: Transfer,
+    meter: Meter,
+) -> None:
+    """Write this rank's part of one file."""
+    if lead:
+        writer.write(0, [file.head])
+    pinned = needs_pinned([data for *_, data in mine])
+    total = sum(data.numel() * data.element_size() for *_, data in mine)
+
+    def jobs() -> Iterator[_Job]:
+        for start, shape, box, data in mine:
+            for slab in box.slabs(max(block_bytes // data.element_size(), 1)):
+                yield _Job(data[slab.within(box).slices], slab, shape, start)
+
+    def make_worker() -> Callable[[_Job], None]:
+        block = Block(min(block_bytes, max(total, 1)), pinned)
+
+        def write(job: _Job) -> None:
+            size = job.data.element_size()
+            copy_run(job.data, 0, job.slab.elements * size, block, 0)
+            for at, low, length in runs_of(job.slab, job.shape):
+                writer.write(job.start + at * size, [block.view[low * size : (low + length) * size]])
+            meter.add(job.slab.elements * size)
+
+        return write
+
+    threads = min(_THREADS, transfer.threads_for(total, len(mine), block_bytes))
+    run_all(jobs(), make_worker, threads, meter)
+
+
+def runs_of(box: Box, shape: Shape) -> Iterator[tuple[int, int, int]]:
+    """The runs, in elements, that a box forms in a row-major tensor: (place in the tensor, place in the box, length)."""
+    inner = len(shape)
+    while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
+        inner -= 1
+    # Dimensions from `inner` on are whole; that before them makes each run longer.
+    outer = max(inner - 1, 0)
+    length = Box((0,) * (len(shape) - outer), box.shape[outer:]).elements
+    strides = strides_of(shape)
+    first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
+    counts = box.shape[:outer]
+    index = [0] * outer
+    for low in range(0, box.elements, max(length, 1)):
+        yield first + sum(i * s for i, s in zip(index, strides[:outer], strict=True)), low, length
+        for dim in reversed(range(outer)):
+            index[dim] += 1
+            if index[dim] < counts[dim]:
+                break
+            index[dim] = 0

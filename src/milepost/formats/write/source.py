@@ -1,0 +1,89 @@
+"""Where converted tensors come from: the files of a checkpoint, of our format or another."""
+
+import contextlib
+import threading
+
+import torch
+
+from milepost.core.box import Box
+from milepost.core.division import read_plan
+from milepost.core.limits import BLOCK_BYTES
+from milepost.core.manifest import FORMAT
+from milepost.data.memory import as_bits
+from milepost.data.place import place_all, placement_of
+from milepost.data.read import Files, VerifiedFile
+from milepost.data.transfer import Transfer
+from milepost.formats.write.content import Wanted
+from milepost.state.tensors import new_tensor
+
+
+class _OneAtATime(Files):
+    """The same files, for several threads: they are opened by one at a time."""
+
+    def __init__(self, files: Files) -> None:
+        self._files, self.manifest = files, files.manifest
+        self._asking = threading.Lock()
+
+    @property
+    def url(self) -> str:
+        """Where the checkpoint is, for messages."""
+        return self._files.url
+
+    def of(self, rank: int) -> VerifiedFile:
+        """The file that `rank` wrote."""
+        with self._asking:
+            return self._files.of(rank)
+
+    def close(self) -> None:
+        """Close all files."""
+        self._files.close()
+
+
+class FilesReader:
+    """Reads boxes of tensors straight to where they are wanted, verified as a load does.
+
+    Files of other libraries are read by one thread at a time: they find out where an entry lies on the way, and a sum
+    that becomes known between the reading and the check of its neighbour would be compared with bytes that were not read.
+    """
+
+    def __init__(self, files: Files, transfer: Transfer) -> None:
+        self._turn = contextlib.nullcontext() if files.manifest.format == FORMAT else threading.Lock()
+        self._files, self._manifest = _OneAtATime(files), files.manifest
+        self._tensors = {tensor.key: tensor for tensor in files.manifest.tensors}
+        # One block more than is asked for at once: what is asked for does not begin where a checksum does.
+        self._transfer = Transfer(1, transfer.block_bytes + BLOCK_BYTES, transfer.direct)
+        self._restoring = threading.Lock()
+        self._restored: tuple[str, torch.Tensor] | None = None
+
+    def read(self, wanted: list[Wanted]) -> None:
+        """Fill all targets."""
+        packed = self._files.transforms
+        for want in wanted:
+            if want.key in packed:
+                self._copy_restored(want)
+        self._place([want for want in wanted if want.key not in packed])
+
+    def _place(self, wanted: list[Wanted]) -> None:
+        placements = [
+            placement_of(item, tensor.dtype, target[item.box.within(box).slices], alone=True)
+            for key, box, target in wanted
+            for tensor in [self._tensors[key]]
+            for item in read_plan(self._manifest, tensor, box)
+        ]
+        with self._turn:
+            place_all(self._files, placements, self._transfer)
+
+    def _copy_restored(self, want: Wanted) -> None:
+        """A part of a tensor whose bytes were transformed. Such a tensor is restored whole, and kept until the next."""
+        with self._restoring:
+            if self._restored is None or self._restored[0] != want.key:
+                self._restored = None
+                tensor = self._tensors[want.key]
+                whole = new_tensor(tensor.dtype, tensor.shape)
+                self._place([Wanted(want.key, Box.whole(tensor.shape), whole)])
+                self._restored = want.key, whole
+            as_bits(want.target).copy_(as_bits(self._restored[1][want.box.slices]))
+
+    def close(self) -> None:
+        """Close the files."""
+        self._files.close()

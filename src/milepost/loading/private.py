@@ -1,0 +1,76 @@
+"""Reading rank-private values: the record in a rank's own shard file, and the tensors that it names."""
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from milepost.core.box import Box
+from milepost.core.division import ReadItem
+from milepost.core.dtypes import DTYPES
+from milepost.core.manifest import Tensor, check_kind, check_leaves
+from milepost.core.private_record import Private, read_private
+from milepost.core.ranks import unpack_ranks
+from milepost.core.shardfile import PRIVATE, private_name
+from milepost.core.tree import Node, Path, build, grow
+from milepost.data.place import Placement, place_all, placement_of
+from milepost.data.read import Files
+from milepost.errors import CheckpointDamaged
+from milepost.state.tensors import new_tensor
+from milepost.state.values import Codec
+
+
+def read_private_values(files: Files, rank: int, codec: Codec) -> dict[str, Any]:
+    """All values that `rank` kept for itself, by key. Raises CheckpointDamaged where the record is not valid."""
+    file = files.of(rank)
+    entry = file.header.entries.get(PRIVATE)
+    if entry is None:
+        raise CheckpointDamaged(f"{file.where} holds no private values")
+    data = file.data(*entry.data_offsets)
+    try:
+        result = _build(read_private(data), files, rank, codec)
+        kept = {p.key for p in files.manifest.per_rank if rank in unpack_ranks(p.ranks)}
+        if not isinstance(result, dict) or set(result) != kept:
+            raise ValueError("they are not the keys that the manifest lists")
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{file.where}: its private values are not valid: {str(error)[:1000]}") from error
+    return result
+
+
+def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
+    """The values that a record stands for. Raises ValueError where it contradicts itself."""
+    check_leaves(record.tree, {"value": [v.key for v in record.values], "tensor": [t.key for t in record.tensors]})
+    for tensor in record.tensors:
+        check_kind(tensor)
+    tensors = _read_tensors(files, rank, record.tensors)
+    values = {v.key: v.value for v in record.values}
+
+    def leaf(node: Node, path: Path) -> Any:
+        del path
+        return tensors[node.key] if node.kind == "tensor" else codec.decode(values[node.key], node.key)
+
+    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
+
+
+def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
+    read: dict[str, torch.Tensor] = {}
+    placements: list[Placement] = []
+    for tensor in tensors:
+        name, box = private_name(tensor.key), Box.whole(tensor.shape)
+        entry = files.of(rank).header.entries.get(name)
+        if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
+            raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
+        read[tensor.key] = new_tensor(tensor.dtype, tensor.shape)
+        if box.elements:
+            item = ReadItem(tensor.key, rank, name, box, box)
+            placements.append(placement_of(item, tensor.dtype, read[tensor.key]))
+    place_all(files, placements)
+    return {tensor.key: as_saved(read[tensor.key], tensor) for tensor in tensors}
+
+
+def as_saved(data: torch.Tensor, tensor: Tensor) -> Any:
+    """The tensor as the kind of object that was saved."""
+    if tensor.kind == "tensor":
+        return data
+    array: np.ndarray[Any, Any] = data.numpy()
+    return array if tensor.kind == "numpy" else {"bytes": bytes, "bytearray": bytearray}[tensor.kind](array.tobytes())

@@ -1,0 +1,437 @@
+"""Milepost's format behind the storage protocol: what planners decide is written as, and read from, a checkpoint."""
+
+import io
+import math
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from milepost.checkpoint import files_at
+from milepost.comm import Comm
+from milepost.commit.publish import aim, exists, generations, publish, sweep
+from milepost.core.box import Box
+from milepost.core.division import ReadItem as PlannedRead
+from milepost.core.division import read_plan
+from milepost.core.dtypes import DTYPES
+from milepost.core.manifest import Manifest, Tensor, shard_name
+from milepost.core.shardfile import NewEntry, entry_name
+from milepost.data.memory import Late, ready
+from milepost.data.place import Placement, place_all, placement_of
+from milepost.data.read import Files
+from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
+from milepost.data.transforms import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed
+from milepost.data.write import Entry, Written, write_shard
+from milepost.errors import CheckpointError, InvalidRequest, InvalidState, StorageError
+from milepost.loading.pipeline import open_together
+from milepost.planning import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    MetadataIndex,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageMeta,
+    StorageReader,
+    StorageWriter,
+    ValueIO,
+    WriteItem,
+    WriteResult,
+    box_of,
+)
+from milepost.planning.manifest_bridge import Goal, Part, Stored, expand, make_manifest, written_as
+from milepost.state.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
+from milepost.store import Store, Where, store_at
+
+_AT_ONCE_BYTES = 256 << 20
+_TRANSFORMED_BYTES = 4 << 20
+
+
+class _Placed:
+    """Storage at a place: a path, URL or store."""
+
+    store: Store
+
+    @property
+    def checkpoint_id(self) -> str:
+        """Where it is."""
+        return self.store.url
+
+    @property
+    def url(self) -> str:
+        """Where it is, for messages."""
+        return self.store.url
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+        """Whether there could be a checkpoint."""
+        try:
+            store_at(checkpoint_id)
+        except (CheckpointError, TypeError):
+            return False
+        return True
+
+
+class FileSystemWriter(_Placed, StorageWriter):
+    """Writes Milepost's format: atomic, durable, with checksums. The other options of DCP's writer are taken and have no effect.
+
+    `path`: a path, URL or store. `thread_count`: threads that write, unless `transfer` says more.
+    `overwrite=False`: refuse to replace a checkpoint. `metadata`: a small dict of plain values to keep with it.
+    `_extensions`: stream transforms for the bytes of each tensor; what they give for this rank is held in memory.
+    """
+
+    def __init__(
+        self,
+        path: Where,
+        single_file_per_rank: bool = True,
+        sync_files: bool = True,
+        thread_count: int = 4,
+        per_thread_copy_ahead: int = 10_000_000,
+        cache_staged_state_dict: bool = False,
+        overwrite: bool = True,
+        _extensions: Sequence[StreamTransformExtension] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        host_memory_bytes: int = HOST_MEMORY_BYTES,
+        transfer: Transfer | None = None,
+        progress: Watcher | None = None,
+    ) -> None:
+        # One file for each rank, always synced: what these would change is part of what Milepost promises.
+        del single_file_per_rank, sync_files, per_thread_copy_ahead, cache_staged_state_dict
+        self.store = store_at(path)
+        self.overwrite, self.metadata, self.progress = overwrite, dict(metadata or {}), progress
+        self.extensions = tuple(_extensions or ())
+        self.transfer = (transfer or Transfer(threads=max(thread_count, 4))).within(host_memory_bytes)
+        self.save_id = str(uuid.uuid4())
+        self.generation = 0
+        self._meter = Meter("save", self.store.url)
+        self._mine: Goal | None = None
+        self._leads = False
+
+    def reset(self, checkpoint_id: Where | None = None) -> None:
+        """Begin a new save."""
+        if checkpoint_id is not None and checkpoint_id != "":
+            self.store = store_at(checkpoint_id)
+        self.save_id, self._mine = str(uuid.uuid4()), None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn whether this rank commits."""
+        del args, kwargs
+        self._leads, self._mine = is_coordinator, None
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Tell each rank under which name to write."""
+        if not self.overwrite and exists(self.store):
+            raise InvalidRequest(f"there is a checkpoint at {self.url} already; pass overwrite=True to replace it")
+        generation, save_id = aim(self.store)
+        return [replace(plan, storage_data=Goal(generation, save_id, rank)) for rank, plan in enumerate(plans)]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's shard file."""
+        goal = plan.storage_data
+        if not isinstance(goal, Goal):
+            raise InvalidRequest(
+                "the plan does not say where to write: `prepare_global_plan` of this writer was left out"
+            )
+        self._mine, self.save_id = goal, goal.save_id
+        self._meter = Meter("save", self.url, self.progress if self._leads else None)
+        entries: list[Entry] = []
+        values: dict[MetadataIndex, ValueIO] = {}
+        sizes: dict[MetadataIndex, int] = {}
+        for item in plan.items:
+            found = _resolved(planner, item)
+            if isinstance(found, Entry):
+                entries.append(_transformed(found, self.extensions) if item.tensor_data is not None else found)
+                sizes[item.index] = _size_of(entries[-1])
+            elif found is not None:
+                values[item.index], sizes[item.index] = found, len(found.getbuffer())
+        try:
+            written = write_shard(self.store, goal.save_id, goal.rank, entries, self.transfer, self._meter)
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise StorageError(f"cannot write to {self.url}: {error}", errno=error.errno) from error
+        names = tuple(extension.get_descriptor() for extension in self.extensions)
+        results = [
+            WriteResult(item.index, sizes.get(item.index, 0), _stored(item, goal, written, values, names))
+            for item in plan.items
+        ]
+        return _done(results)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Make the manifest from what was planned and what was written, and commit it."""
+        if self._mine is None:
+            raise InvalidRequest("this writer has not written anything: `write_data` comes before `finish`")
+        manifest = make_manifest(self._mine, metadata, results, self.metadata)
+        publish(self.store, manifest)
+        sweep(self.store, manifest)
+        self.generation = manifest.generation
+        self._meter.finish()
+
+    def abort(self) -> None:
+        """Remove what this rank wrote, if nothing was committed. Raises, and removes nothing, if that cannot be said."""
+        if self._mine is not None and self._mine.generation not in generations(self.store):
+            self.store.delete(shard_name(self._mine.save_id, self._mine.rank))
+
+    def storage_meta(self) -> StorageMeta:
+        """Where, and the id of this save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+
+def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None":
+    """The data of an item, ready to be written. Raises InvalidState where it is not what the plan says."""
+    fqn = item.index.fqn
+    if item.tensor_data is not None:
+        return _late_entry(planner, item)
+    data = planner.resolve_data(item)
+    if isinstance(data, ValueIO):
+        return data
+    if isinstance(data, io.BytesIO):
+        raw = bytes_tensor(data)
+        shape = tuple(raw.shape)
+        return Entry(NewEntry(entry_name(fqn, Box.whole(shape), shape), "uint8", shape), raw)
+    raise InvalidState(f"{fqn!r}: the plan and the data do not agree: {type(data).__name__} for a {item.type.name}")
+
+
+def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
+    """The bytes as a tensor, in memory of their own."""
+    raw = bytearray(data.getvalue())
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+
+
+def _late_entry(planner: SavePlanner, item: WriteItem) -> Entry | None:
+    """An entry whose data the planner is asked for when it is written; None for a box without elements."""
+    assert item.tensor_data is not None
+    box, shape = box_of(item.tensor_data.chunk), tuple(item.tensor_data.size)
+    if not box.elements:
+        return None
+    fqn = item.index.fqn
+    name = dtype_name(item.tensor_data.properties.dtype, fqn)
+    return Entry(NewEntry(entry_name(fqn, box, shape), name, box.shape), Late(lambda: resolved_tensor(planner, item)))
+
+
+def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
+    """The data of an item that is a tensor. Raises InvalidState where it is not what the plan says."""
+    data = planner.resolve_data(item)
+    assert item.tensor_data is not None
+    chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
+    if not isinstance(data, torch.Tensor) or tuple(data.shape) != tuple(chunk.sizes) or data.dtype != dtype:
+        found = f"{data.dtype} {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__
+        raise InvalidState(
+            f"{item.index.fqn!r}: the plan says {dtype} {tuple(chunk.sizes)} and the data is {found}. A planner that changes "
+            "data in resolve_data changes its plan in create_local_plan."
+        )
+    return data.detach()
+
+
+def _size_of(entry: Entry) -> int:
+    return math.prod(entry.header.shape) * DTYPES[entry.header.dtype].size_bytes
+
+
+def _transformed(entry: Entry, extensions: Sequence[StreamTransformExtension]) -> Entry:
+    if not extensions:
+        return entry
+    data = bytes_tensor(io.BytesIO(transformed(list(bytes_of(ready(entry.data), _TRANSFORMED_BYTES)), extensions)))
+    return Entry(NewEntry(entry.header.name, "uint8", tuple(data.shape)), data)
+
+
+def _stored(
+    item: WriteItem, goal: Goal, written: Written, values: dict[MetadataIndex, ValueIO], transforms: tuple[str, ...]
+) -> Stored:
+    value = values.get(item.index)
+    if value is not None:
+        return Stored(goal.rank, goal.save_id, written.file, value=value.encoded, is_value=True)
+    data = item.tensor_data
+    if data is None:
+        return Stored(goal.rank, goal.save_id, written.file)
+    what = written_as(item.index.fqn, data.properties.dtype, box_of(data.chunk), data.size)
+    return Stored(goal.rank, goal.save_id, written.file, what, transforms=transforms)
+
+
+def _done(value: Any) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+# Reading
+
+
+class FileSystemReader(_Placed, StorageReader):
+    """Reads checkpoints by the storage protocol: Milepost's format, verified unless `verify=False`, and those of others."""
+
+    needs_global_plan = False
+
+    def __init__(
+        self,
+        path: Where,
+        _extension_registry: ExtensionRegistry | None = None,
+        *,
+        verify: bool = True,
+        host_memory_bytes: int = HOST_MEMORY_BYTES,
+        transfer: Transfer | None = None,
+        progress: Watcher | None = None,
+    ) -> None:
+        self.store = store_at(path)
+        self.registry = _extension_registry or REGISTRY
+        self.verify, self.progress = verify, progress
+        self.transfer = (transfer or Transfer()).within(host_memory_bytes)
+        self.load_id = str(uuid.uuid4())
+        self._leads = False
+        self._opened: tuple[Files | None, Exception | None] | None = None
+
+    def reset(self, checkpoint_id: Where | None = None) -> None:
+        """Begin a new load."""
+        if checkpoint_id is not None and checkpoint_id != "":
+            self.store = store_at(checkpoint_id)
+        self.load_id, self._opened = str(uuid.uuid4()), None
+        self.__dict__.pop("_files", None)
+
+    def open_together(self, comm: Comm) -> None:
+        """Let the next `read_metadata` of every rank read the checkpoint that the lead finds."""
+        self._opened = open_together(self.store, comm, "loading")
+
+    @cached_property
+    def _files(self) -> Files:
+        return files_at(self.store)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The newest manifest, or what stands for it in a checkpoint of another format."""
+        return self._files.manifest
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """What the checkpoint holds now, with all boxes."""
+        del args, kwargs
+        self.__dict__.pop("_files", None)  # a reader may be used again without a reset, after another save
+        if self._opened is not None:
+            (files, trouble), self._opened = self._opened, None
+            if files is None:
+                raise trouble or AssertionError
+            self._files = files
+        metadata = expand(self.manifest)
+        metadata.storage_meta = StorageMeta(self.checkpoint_id, self.manifest.save_id or None, self.load_id)
+        return metadata
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn where the boxes are."""
+        del args, kwargs
+        self._leads = is_coordinator
+        self._parts: dict[MetadataIndex, Part] = dict(metadata.storage_data or {})
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Nothing to add."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items, as many at a time as their tensors may take in new memory, if the planner makes any."""
+        files = self._files
+        meter = Meter("load", self.url, self.progress if self._leads else None)
+        try:
+            for items in _groups(plan.items, _AT_ONCE_BYTES):
+                self._read(items, planner, files, meter)
+        finally:
+            files.close()
+        meter.finish()
+        return _done(None)
+
+    def _read(self, items: list[ReadItem], planner: LoadPlanner, files: Files, meter: Meter) -> None:
+        tensors = {t.key: t for t in self.manifest.tensors}
+        placements: list[Placement] = []
+        targets: list[tuple[ReadItem, torch.Tensor]] = []
+        used: set[int] = set()
+
+        def fill() -> None:
+            place_all(files, placements, self.transfer, meter, verify=self.verify, registry=self.registry)
+            for item, target in targets:
+                planner.commit_tensor(item, target)
+            placements.clear()
+            targets.clear()
+            used.clear()
+
+        for item in items:
+            if item.type.name == "BYTE_IO":
+                planner.load_bytes(item, self._bytes(item.storage_index.fqn, tensors, files))
+                continue
+            target = planner.resolve_tensor(item).detach()
+            if tuple(target.shape) != tuple(item.lengths):
+                raise InvalidState(
+                    f"{item.dest_index.fqn!r}: the planner gave a tensor of shape {tuple(target.shape)} for a read of "
+                    f"{tuple(item.lengths)}"
+                )
+            read, dtype = self._source(item, tensors)
+            if _kind(torch_dtype(dtype)) != _kind(target.dtype):
+                raise InvalidState(
+                    f"{item.dest_index.fqn!r} was saved as {dtype} and the target is {target.dtype}; planners convert between "
+                    "floating-point types, and between integers, and nothing else"
+                )
+            if target.numel() and target.data_ptr() in used:
+                fill()  # the planner gives the same memory again: it takes the data from there in commit_tensor
+            used.add(target.data_ptr())
+            placements.append(placement_of(read, dtype, target))
+            targets.append((item, target))
+        fill()
+
+    def _source(self, item: ReadItem, tensors: dict[str, Tensor]) -> tuple[PlannedRead, str]:
+        index = item.storage_index
+        part = self._parts.get(MetadataIndex(index.fqn, index.offset))
+        if part is None or index.fqn not in tensors:
+            raise InvalidRequest(f"the checkpoint at {self.url} has no {index.fqn!r} at {index.offset}")
+        start = tuple(a + b for a, b in zip(part.box.offset, item.storage_offsets, strict=True))
+        wanted = Box(start, tuple(item.lengths))
+        if not part.box.contains(wanted):
+            raise InvalidRequest(
+                f"a read of {index.fqn!r} leaves the box that it names: {wanted.text} of {part.box.text}"
+            )
+        return PlannedRead(index.fqn, part.rank, part.name, part.box, wanted), tensors[index.fqn].dtype
+
+    def _bytes(self, fqn: str, tensors: dict[str, Tensor], files: Files) -> io.BytesIO:
+        if fqn in self._values:
+            return ValueIO(self._values[fqn])
+        tensor = tensors.get(fqn)
+        if tensor is None:
+            raise InvalidRequest(f"the checkpoint at {self.url} has no {fqn!r}")
+        data = new_tensor(tensor.dtype, tensor.shape)
+        reads = read_plan(self.manifest, tensor, Box.whole(tensor.shape))
+        place_all(files, [placement_of(read, tensor.dtype, data[read.box.slices]) for read in reads], self.transfer)
+        return io.BytesIO(data.numpy().tobytes())
+
+    @property
+    def _values(self) -> dict[str, Any]:
+        return {value.key: value.value for value in self.manifest.values}
+
+
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_complex:
+        return "complex"
+    return "floating" if dtype.is_floating_point else "integer"
+
+
+def _groups(items: list[ReadItem], size_bytes: int) -> Iterator[list[ReadItem]]:
+    """The items, so many at a time that new memory for them stays small; in the order given."""
+    group: list[ReadItem] = []
+    total = 0
+    for item in items:
+        count = 16
+        for length in item.lengths:
+            count *= length
+        if group and total + count > size_bytes:
+            yield group
+            group, total = [], 0
+        group.append(item)
+        total += count
+    if group:
+        yield group

@@ -1,0 +1,399 @@
+"""Planners and storage that were written against torch's own classes, and ours for torch's own functions.
+
+Both sides have the same records with the same fields, so a record crosses the border by name.
+"""
+
+import dataclasses
+import inspect
+import io
+import os
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint import planner as their_planner
+from torch.distributed.checkpoint import storage as their_storage
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as TheirLoadPlanner
+from torch.futures import Future
+
+from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.planning import (
+    LoadPlan,
+    LoadPlanner,
+    Metadata,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    StorageMeta,
+    StorageReader,
+    StorageWriter,
+    ValueIO,
+    WriteItem,
+    WriteResult,
+    pack_value,
+    unpack_value,
+)
+from milepost.planning.manifest_bridge import Goal
+from milepost.planning.storage import FileSystemReader, FileSystemWriter
+from milepost.planning.torch_records import ours, theirs
+from milepost.state.values import Codec
+from milepost.store import Where
+
+# Theirs, used by our functions
+
+
+def adapted_writer(writer: Any) -> StorageWriter:
+    """A writer that our functions can call, whichever side it was written for."""
+    return _TheirWriter(writer) if isinstance(writer, their_storage.StorageWriter) else writer
+
+
+def adapted_reader(reader: Any) -> StorageReader:
+    """A reader that our functions can call."""
+    return _TheirReader(reader) if isinstance(reader, their_storage.StorageReader) else reader
+
+
+def adapted_save_planner(planner: Any) -> SavePlanner | None:
+    """A planner that our functions can call."""
+    return _TheirSavePlanner(planner) if isinstance(planner, their_planner.SavePlanner) else planner
+
+
+def adapted_load_planner(planner: Any) -> LoadPlanner | None:
+    """A planner that our functions can call."""
+    return _TheirLoadPlanner(planner) if isinstance(planner, their_planner.LoadPlanner) else planner
+
+
+class _TheirWriter(StorageWriter):
+    def __init__(self, inner: their_storage.StorageWriter) -> None:
+        self._inner = inner
+        self.set_up_storage_writer = inner.set_up_storage_writer  # type: ignore[method-assign]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._inner.reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Replaced by the inner one, whose signature counts."""
+        del is_coordinator, args, kwargs
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        found: SavePlan = ours(self._inner.prepare_local_plan(theirs(plan)))
+        return found
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        found: list[SavePlan] = ours(self._inner.prepare_global_plan(theirs(plans)))
+        return found
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        # Torch's planner with torch's storage: nothing crosses the border, pickled values neither.
+        for_torch: Any = planner.inner if isinstance(planner, _TheirSavePlanner) else SavePlannerForTorch(planner)
+        return _then(self._inner.write_data(theirs(plan), for_torch), ours)
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        self._inner.finish(theirs(metadata), theirs(results))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(checkpoint_id)
+
+    def storage_meta(self) -> StorageMeta | None:
+        found: StorageMeta | None = ours(self._inner.storage_meta())
+        return found
+
+
+class _TheirReader(StorageReader):
+    def __init__(self, inner: their_storage.StorageReader) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._inner.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        del args, kwargs
+        found: Metadata = ours(self._inner.read_metadata())
+        return found
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        del args
+        takes = "kwargs" in inspect.signature(self._inner.set_up_storage_reader).parameters
+        self._inner.set_up_storage_reader(theirs(metadata), is_coordinator, **(kwargs if takes else {}))
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        found: LoadPlan = ours(self._inner.prepare_local_plan(theirs(plan)))
+        return found
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        found: list[LoadPlan] = ours(self._inner.prepare_global_plan(theirs(plans)))
+        return found
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for_torch: Any = planner.inner if isinstance(planner, _TheirLoadPlanner) else LoadPlannerForTorch(planner)
+        return self._inner.read_data(theirs(plan), for_torch)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        return bool(checkpoint_id)
+
+
+class _TheirSavePlanner(SavePlanner):
+    def __init__(self, inner: their_planner.SavePlanner) -> None:
+        self.inner = inner
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.inner.set_up_planner(state_dict, theirs(storage_meta), is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        found: SavePlan = ours(self.inner.create_local_plan())
+        return found
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        found: tuple[list[SavePlan], Metadata] = ours(self.inner.create_global_plan(theirs(all_plans)))
+        return found
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        found: SavePlan = ours(self.inner.finish_plan(theirs(new_plan)))
+        if new_plan.storage_data is None:
+            return found
+        # Torch's plan caching gives the plan of the last time, with the place that was written to then.
+        return dataclasses.replace(found, storage_data=new_plan.storage_data)
+
+    def resolve_data(self, write_item: WriteItem) -> Any:
+        return _plain(self.inner.resolve_data(theirs(write_item)), write_item.index.fqn)
+
+
+class _TheirLoadPlanner(LoadPlanner):
+    def __init__(self, inner: their_planner.LoadPlanner) -> None:
+        self.inner = inner
+
+    def set_up_planner(
+        self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
+    ) -> None:
+        self.inner.set_up_planner(state_dict, theirs(metadata), is_coordinator)
+
+    def create_local_plan(self) -> LoadPlan:
+        found: LoadPlan = ours(self.inner.create_local_plan())
+        return found
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        found: list[LoadPlan] = ours(self.inner.create_global_plan(theirs(global_plan)))
+        return found
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        found: LoadPlan = ours(self.inner.finish_plan(theirs(central_plan)))
+        return found
+
+    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
+        # Torch's own runs what a pickle says; a planner with a way of its own gets the bytes that it gave.
+        runs = type(self.inner).load_bytes is TheirLoadPlanner.load_bytes
+        if runs or isinstance(value, ValueIO):
+            value = _as_torch_saves(value, read_item.storage_index.fqn)
+        self.inner.load_bytes(theirs(read_item), value)
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        return self.inner.resolve_tensor(theirs(read_item))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        self.inner.commit_tensor(theirs(read_item), tensor)
+
+
+def _as_torch_saves(value: io.BytesIO, key: str = "a value") -> io.BytesIO:
+    """What `torch.save` would have written for a value, made anew from what is plain in it.
+
+    Raises UnsafeCheckpoint for a pickle that names more than that, InvalidState for what is no value.
+    """
+    out = io.BytesIO()
+    torch.save(unpack_value(value, Codec(), key), out)
+    out.seek(0)
+    return out
+
+
+def _plain(data: Any, key: str) -> Any:
+    """What torch's planners give, with values in plain form where they have one; other pickles stay bytes."""
+    if not isinstance(data, io.BytesIO) or isinstance(data, ValueIO):
+        return data
+    codec = Codec()
+    try:
+        return pack_value(unpack_value(data, codec, key), codec, key)
+    except CheckpointError:
+        return data
+
+
+def _then(future: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(convert(future.wait()))
+    return done
+
+
+# Ours, used by torch's functions
+
+
+class SavePlannerForTorch:
+    """Our planner, as torch's storage sees it: only `resolve_data` is asked for."""
+
+    def __init__(self, inner: SavePlanner) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def resolve_data(self, write_item: Any) -> Any:
+        """The data of an item; values as torch's readers expect them."""
+        data = self._inner.resolve_data(ours(write_item))
+        return _as_torch_saves(data, write_item.index.fqn) if isinstance(data, ValueIO) else data
+
+
+class LoadPlannerForTorch:
+    """Our planner, as torch's storage sees it."""
+
+    def __init__(self, inner: LoadPlanner) -> None:
+        self._inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        """Take bytes over."""
+        self._inner.load_bytes(ours(read_item), value)
+
+    def resolve_bytes(self, read_item: Any) -> Any:
+        """Where to read bytes to."""
+        return self._inner.resolve_bytes(ours(read_item))
+
+    def resolve_tensor(self, read_item: Any) -> torch.Tensor:
+        """The tensor to read into."""
+        return self._inner.resolve_tensor(ours(read_item))
+
+    def commit_tensor(self, read_item: Any, tensor: torch.Tensor) -> None:
+        """The tensor holds the data now."""
+        self._inner.commit_tensor(ours(read_item), tensor)
+
+
+class MilepostWriter(their_storage.StorageWriter):
+    """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `FileSystemWriter`.
+
+    Torch's planner may keep plans between saves, with the name of an old save in them. So the coordinator also pins the
+    new name in the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
+    """
+
+    _used: ClassVar[set[str]] = set()
+
+    def __init__(self, path: Where, **options: Any) -> None:
+        self._inner = FileSystemWriter(path, **options)
+        self._goal: Goal | None = None
+
+    @property
+    def path(self) -> str:
+        """Where it writes."""
+        return self._inner.url
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new save."""
+        self._inner.reset(checkpoint_id)
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn whether this rank commits."""
+        self._inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self._goal = None
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Nothing to add."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Tell each rank under which name to write."""
+        prepared = self._inner.prepare_global_plan(ours(plans))
+        self._goal = prepared[0].storage_data
+        if dist.is_initialized() and self._goal is not None:
+            store = _job_store()
+            store.set(self._note, f"{self._goal.generation} {self._goal.save_id}")
+            store.get(self._note)  # the store answers in order: now it is there, and no rank reads the one before
+        found: list[Any] = theirs(prepared)
+        return found
+
+    @property
+    def _note(self) -> str:
+        return f"milepost/goal/{self.path}"
+
+    def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
+        """Write this rank's shard file."""
+        mine: SavePlan = ours(plan)
+        goal: Goal = mine.storage_data
+        if goal.save_id in self._used:
+            mine = dataclasses.replace(
+                mine, storage_data=dataclasses.replace(self._goal or self._told(), rank=goal.rank)
+            )
+        self._used.add(mine.storage_data.save_id)
+        return _then(self._inner.write_data(mine, _TheirSavePlanner(planner)), theirs)
+
+    def _told(self) -> Goal:
+        generation, save_id = _job_store().get(self._note).decode().split()
+        return Goal(int(generation), save_id, 0)
+
+    def finish(self, metadata: Any, results: list[list[Any]]) -> None:
+        """Commit."""
+        self._inner.finish(ours(metadata), ours(results))
+
+    def storage_meta(self) -> Any:
+        """Where, and the id of this save."""
+        return theirs(self._inner.storage_meta())
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint could be written there."""
+        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+
+
+def _job_store() -> Any:
+    return dist.distributed_c10d._get_default_store()  # noqa: SLF001
+
+
+class MilepostReader(their_storage.StorageReader):
+    """Milepost's format for torch's own `dcp.load(..., storage_reader=MilepostReader(path))`. Options: `FileSystemReader`."""
+
+    def __init__(self, path: Where, **options: Any) -> None:
+        self._inner = FileSystemReader(path, **options)
+
+    @property
+    def path(self) -> str:
+        """Where it reads."""
+        return self._inner.url
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin a new load."""
+        self._inner.reset(checkpoint_id)
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
+        """What the checkpoint holds."""
+        del args, kwargs
+        return theirs(self._inner.read_metadata())
+
+    def set_up_storage_reader(self, metadata: Any, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Learn where the boxes are."""
+        self._inner.set_up_storage_reader(ours(metadata), is_coordinator, *args, **kwargs)
+
+    def prepare_local_plan(self, plan: Any) -> Any:
+        """Add which save this rank has opened."""
+        return dataclasses.replace(plan, storage_data=self._inner.manifest.save_id)
+
+    def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
+        """Check that all ranks opened the same. Raises CheckpointDamaged."""
+        found = {plan.storage_data for plan in plans}
+        if len(found) > 1:
+            raise CheckpointDamaged(f"{self.path} was replaced while the ranks opened it; load it again")
+        return plans
+
+    def read_data(self, plan: Any, planner: Any) -> Future[None]:
+        """Read all items."""
+        return self._inner.read_data(ours(plan), _TheirLoadPlanner(planner))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether a checkpoint could be read there."""
+        return FileSystemReader.validate_checkpoint_id(checkpoint_id)

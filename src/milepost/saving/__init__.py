@@ -1,0 +1,1 @@
+"""Saving: a state becomes a checkpoint. `pipeline.py` reads from top to bottom."""

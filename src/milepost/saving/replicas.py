@@ -1,0 +1,84 @@
+"""Replicas that should be equal: each rank hashes what it shares with others, and the hashes are compared before the commit."""
+
+import msgspec
+import xxhash
+
+from milepost.comm import Comm, Phase, together
+from milepost.core.agreement import Plan
+from milepost.core.limits import MIB
+from milepost.core.manifest import Tensor
+from milepost.core.ranks import pack_ranks, show_ranks
+from milepost.data.memory import ready
+from milepost.state.tensors import LocalTensor, bytes_of
+
+_SHOWN = 50
+_AT_ONCE_BYTES = 16 * MIB
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_DETAILS = msgspec.msgpack.Decoder(dict[bytes, dict[str, bytes]])
+
+
+class ReplicaCheck:
+    """One rank's part in the comparison. Only one small digest for each group of holders travels, unless they differ."""
+
+    def __init__(self, plan: Plan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
+        self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
+        self._keys: dict[bytes, dict[str, bytes]] = {}
+
+    def digests(self) -> dict[bytes, bytes]:
+        """For each group of ranks that hold the same as this one: a digest over all of it, in the same order on each."""
+        if not self._enabled or self._plan is None:
+            return {}
+        for tensor in self._plan.tensors:
+            self._hash(tensor)
+        return {
+            group: xxhash.xxh3_64(msgspec.msgpack.encode(sorted(keys.items()))).digest()
+            for group, keys in self._keys.items()
+        }
+
+    def _hash(self, tensor: Tensor) -> None:
+        assert self._plan is not None
+        layout = self._plan.layouts[tensor.layout]
+        parts = {part.box: part.data for part in self._local[tensor.key].parts}
+        for held in layout.held_by(tensor.shape, self._rank):
+            if len(held.holders) < 2 or held.box not in parts:
+                continue
+            hasher = xxhash.xxh3_64()
+            for view in bytes_of(ready(parts[held.box]), _AT_ONCE_BYTES):
+                hasher.update(view)
+            group = _group_id(held.holders)
+            name = tensor.key if held.box.shape == tensor.shape else f"{tensor.key}{held.box.text}"
+            self._keys.setdefault(group, {})[name] = hasher.digest()
+
+    def explain(self, comm: Comm, phase: Phase, differing: set[bytes]) -> str:
+        """Which replicas differ, by key and ranks, as text on every rank."""
+        mine = {group: keys for group, keys in self._keys.items() if group in differing}
+        return together(comm, phase, lambda: msgspec.msgpack.encode(mine), _name_differences).decode()
+
+
+def _group_id(holders: tuple[int, ...]) -> bytes:
+    return xxhash.xxh3_64(pack_ranks(sorted(holders)).encode()).digest()
+
+
+def compare(digests: list[dict[bytes, bytes]]) -> list[bytes]:
+    """The groups whose members do not all have the same digest. Pure."""
+    versions: dict[bytes, set[bytes]] = {}
+    for theirs in digests:
+        for group, digest in theirs.items():
+            versions.setdefault(group, set()).add(digest)
+    return [group for group, seen in versions.items() if len(seen) > 1]
+
+
+def _name_differences(packed: list[bytes]) -> bytes:
+    details = [_DETAILS.decode(data) for data in packed]
+    seen: dict[tuple[bytes, str], dict[bytes, list[int]]] = {}
+    for rank, groups in enumerate(details):
+        for group, keys in groups.items():
+            for key, digest in keys.items():
+                seen.setdefault((group, key), {}).setdefault(digest, []).append(rank)
+    lines = [
+        f"{key!r}: " + " differ from ".join(show_ranks(ranks) for ranks in list(versions.values())[:4])
+        for (_, key), versions in seen.items()
+        if len(versions) > 1
+    ]
+    more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
+    return ("tensors that should be equal on their ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])).encode()

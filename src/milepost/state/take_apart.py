@@ -1,0 +1,104 @@
+"""States: what users pass. Rank-private values, stateful objects, and the rules by which a state becomes a tree."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from milepost.core.limits import MAX_DEPTH
+from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.errors import InvalidState
+from milepost.state.tensors import is_tensor
+from milepost.state.values import Codec
+
+T = TypeVar("T")
+Remap = Callable[[list[Any], int, int], Any]
+"""Maps the values of all old ranks to the value of a new one: `remap(old_values, rank, world)`."""
+
+
+class PerRank(Generic[T]):
+    """A value that belongs to one rank: random-number state, a data loader's position. Each rank gets its own back.
+
+    Loading sets `value` (or, if it is a stateful object, loads into it). On another number of ranks that is an error,
+    unless `remap(old_values, rank, world)` says what the new rank gets.
+    """
+
+    def __init__(self, value: T, remap: Remap | None = None) -> None:
+        self.value = value
+        self.remap = remap
+
+    def __repr__(self) -> str:
+        return f"PerRank({self.value!r})"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An object that can give its state as a dict and take it back: a module, an optimizer, a scheduler, your own."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, as a dict."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state that `state_dict` gave."""
+
+
+def is_stateful(value: Any) -> bool:
+    """Whether `value` is a stateful object (and not a class, or a container that happens to look like one)."""
+    # Not isinstance(value, Stateful): that takes thirty times as long, and every value of a state is asked.
+    if isinstance(value, (type, Mapping, list, tuple)):
+        return False
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def leaf_kind(value: Any) -> Leaf | None:
+    """What kind of leaf this is, or None for a container. Lists and tuples without tensors are one value."""
+    if is_tensor(value):
+        return "tensor"
+    if isinstance(value, PerRank):
+        return "per_rank"
+    if isinstance(value, Mapping) or is_stateful(value):
+        return None
+    if isinstance(value, (list, tuple)):
+        return None if _holds_tensor(value, 0) else "value"
+    return "value"
+
+
+def _holds_tensor(value: Any, depth: int) -> bool:
+    if depth > MAX_DEPTH:
+        raise TooDeep(f"a list is nested more than {MAX_DEPTH} levels deep; does it contain itself?")
+    if is_tensor(value) or isinstance(value, PerRank) or is_stateful(value):
+        return True
+    if isinstance(value, Mapping):
+        return any(_holds_tensor(item, depth + 1) for item in value.values())
+    return isinstance(value, (list, tuple)) and any(_holds_tensor(item, depth + 1) for item in value)
+
+
+def state_dict_of(value: Any, path: Path) -> Any:
+    """What stands for a stateful object in a tree: its own state dict."""
+    del path
+    return value.state_dict()
+
+
+def take_apart(
+    state: Any, codec: Codec, opening: Callable[[Any, Path], Any] = state_dict_of
+) -> tuple[Flat, dict[Path, Any]]:
+    """The state as a tree, and what `opening` gave for the stateful objects in it, by path.
+
+    Raises InvalidState for what cannot be part of a state.
+    """
+    if leaf_kind(state) is not None:
+        raise InvalidState(
+            f"a state is a dict, a stateful object, or a list of tensors; put this {type(state).__name__} in a dict"
+        )
+    opened: dict[Path, Any] = {}
+
+    def open_stateful(value: Any, path: Path) -> Any:
+        if not is_stateful(value):
+            return None
+        opened[path] = opening(value, path)
+        return opened[path]
+
+    try:
+        return flatten(state, Rules(leaf_kind, codec.encode, open_stateful)), opened
+    except TooDeep as error:
+        raise InvalidState(str(error)) from None
+    except UnknownContainer as error:
+        raise InvalidState(f"{error}, which would not come back the same; use a dict, list or tuple") from None

@@ -1,0 +1,1 @@
+"""Many checkpoints of one run: steps, retention, resume, preemption."""

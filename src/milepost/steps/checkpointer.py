@@ -1,0 +1,452 @@
+"""The manager of steps: a checkpoint for each step under one root, the newest whole one restored, old ones removed.
+
+Every rank of the job makes the same calls. The lead decides what to restore and what to remove; all ranks do the same.
+"""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Literal, Self
+
+import msgspec
+
+from milepost.api import load, save
+from milepost.background import Background, PendingSave, WhenBusy
+from milepost.background.async_saving import AsyncSaver
+from milepost.background.staging import Way
+from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.comm import TIMEOUT_S, Comm, Phase, Solo, together, told
+from milepost.comm.distributed import ranks_of
+from milepost.commit.publish import find, parse
+from milepost.core.agreement import Plans
+from milepost.data.read import Files
+from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
+from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.saving.pipeline import Receipt, refuse
+from milepost.steps.retention import METRICS, Rule, Shelf, checked_step
+from milepost.store import Store, Where, store_at
+
+if TYPE_CHECKING:
+    import torch
+    import torch.distributed as dist
+
+_log = logging.getLogger("milepost")
+_OWN = {"state", "where", "metadata", "plans", "process_group", "timeout_s", "storage_writer", "storage_reader"}
+_SAVE = frozenset(inspect.signature(save).parameters) - _OWN
+_LOAD = frozenset(inspect.signature(load).parameters) - _OWN
+_ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
+"""The errors after which `restore` goes on to an older step."""
+_DAMAGES_SHOWN = 20
+# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
+_CHOSEN = msgspec.msgpack.Decoder(list[int])
+
+
+def _ranks_by(group: Any, timeout_s: float, lead: int, no_dist: bool) -> Callable[[], Comm]:
+    return Solo if no_dist else lambda: ranks_of(group, timeout_s, lead)
+
+
+class StorageCheckpointer:
+    """The same storage, planners and ranks for every save and load; each save replaces the one before.
+
+    Without a planner the default ones are used. `coordinator_rank`: the rank of the group that decides; `no_dist`: this
+    process alone.
+    """
+
+    def __init__(
+        self,
+        storage_writer: StorageWriter,
+        storage_reader: StorageReader,
+        *,
+        process_group: "dist.ProcessGroup | Comm | None" = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        save_planner: SavePlanner | None = None,
+        load_planner: LoadPlanner | None = None,
+    ) -> None:
+        self._writer, self._reader = storage_writer, storage_reader
+        self._planners = (save_planner, load_planner)
+        self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
+
+    def save(self, state: Any) -> Receipt:
+        """Save `state`, on every rank."""
+        return save(state, storage_writer=self._writer, planner=self._planners[0], process_group=self._ranks())
+
+    def load(self, state: Any) -> Any:
+        """Load into `state`, in place, on every rank, and give it back."""
+        return load(state, storage_reader=self._reader, planner=self._planners[1], process_group=self._ranks())
+
+
+class Checkpointer:
+    """The checkpoints of a run: one for each step, in `root/step-0000000100` and so on.
+
+    `keep_last`: keep the newest so many steps. `keep_every`: also those that are a multiple of this. `keep_best`: also the
+    best so many by the metric called `best`, the smallest or, with `mode="max"`, the largest; steps without it, and NaN,
+    are never among them. A rule that is None keeps nothing by itself; the newest step is always kept; with no rule at all
+    everything is kept. "Newest" is the highest number.
+
+    `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`; `coordinator_rank`: the
+    one of them that decides; `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
+    `background`, `stage`, `staging_bytes`, `when_busy`: how `async_save` works; see `AsyncSaver`.
+    Further options are those of `save` and `load` (`transfer`, `types`, `on_difference`, `convert_dtype`, ...), for every
+    call that has them.
+
+    One job at a time saves to a root. Any number may read and restore from it meanwhile.
+    """
+
+    def __init__(
+        self,
+        root: Where,
+        *,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_best: int | None = None,
+        best: str | None = None,
+        mode: Literal["min", "max"] = "min",
+        process_group: "dist.ProcessGroup | Comm | None" = None,
+        coordinator_rank: int = 0,
+        no_dist: bool = False,
+        timeout_s: float = TIMEOUT_S,
+        save_planner: SavePlanner | None = None,
+        load_planner: LoadPlanner | None = None,
+        background: Background = "thread",
+        stage: Way = "auto",
+        staging_bytes: int | None = None,
+        when_busy: WhenBusy = "wait",
+        **options: Any,
+    ) -> None:
+        self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
+        _check_options(options, (_SAVE | _LOAD) - {"planner"}, "every save and load")
+        self._options = options
+        self._shelf = Shelf(store_at(root))
+        self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
+        self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
+            background=background,
+            stage=stage,
+            staging_bytes=staging_bytes,
+            when_busy=when_busy,
+            process_group=self._ranks(),
+            timeout_s=timeout_s,
+        )
+        self._saver: AsyncSaver | None = None
+        self._planners = {"save": save_planner, "load": load_planner}
+        self._plans = Plans()
+        self._closed = False
+
+    @property
+    def url(self) -> str:
+        """Where the steps are."""
+        return self._shelf.root.url
+
+    def __repr__(self) -> str:
+        return f"Checkpointer({self.url!r})"
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> Receipt:
+        """Save `state` as this step, on every rank, and then remove the steps that the rules do not keep.
+
+        Returns once it is committed and survives power loss. A step that is there already is replaced, atomically;
+        `overwrite=False` refuses that. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]` (the lead
+        rank's count; others may pass none). Further options are those of `milepost.save`.
+
+        Old steps are removed by the lead, after it looked whether the newest one that remains is whole: nothing is
+        removed otherwise, and if that is the one just saved, CheckpointDamaged is raised. What cannot be removed is told
+        in the log, and the next save tries again.
+        """
+        self._check_open()
+        _check_options(options, _SAVE, "a save")
+        place, comm = self._shelf.place(step), self._ranks()
+        earlier = self._saver.take_error() if self._saver is not None else None
+        if earlier is not None:
+            refuse(place, comm, earlier)
+        metadata = dict(metadata or {})
+        if comm.rank == comm.lead:
+            try:
+                metadata = _with_metrics(metadata, metrics)
+            except Exception as error:  # noqa: BLE001  # raised by `refuse`
+                refuse(place, comm, error)
+        given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
+        receipt = save(state, place, metadata=metadata, plans=self._plans, process_group=comm, **given)
+        self._retain(comm, step)
+        return receipt
+
+    def async_save(
+        self,
+        step: int,
+        state: Any,
+        *,
+        metrics: Mapping[str, float] | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+        **options: Any,
+    ) -> PendingSave:
+        """Save `state` as this step while training goes on, on every rank. Returns when the caller may go on.
+
+        The `result()` of what it gives is there when the step is committed and old ones are removed, as in `save`. See
+        `AsyncSaver` for how the state is copied, and for `optimizer`. If an earlier one failed and nobody asked, that is
+        raised here, by `save`, `wait` or `close`.
+        """
+        self._check_open()
+        _check_options(options, _SAVE | {"stage"}, "a save")
+        place = self._shelf.place(step)
+        given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
+        metadata, comm = dict(metadata or {}), self._ranks()
+        if comm.rank == comm.lead:
+            try:
+                metadata = _with_metrics(metadata, metrics)
+            except Exception as error:
+                self._background().refuse(place, error)
+                raise
+        return self._background().save(
+            state, place, metadata=metadata, optimizer=optimizer, then=lambda comm: self._retain(comm, step), **given
+        )
+
+    def prewarm(self, state: Any) -> None:
+        """Make what `async_save` of such a state needs, so that the first one takes no longer than others. On every rank."""
+        self._check_open()
+        given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
+        self._background().prewarm(state, **given)
+
+    def _background(self) -> AsyncSaver:
+        if self._saver is None:
+            self._saver = self._make_saver()
+        return self._saver
+
+    def _retain(self, comm: Comm, step: int) -> None:
+        # A meeting, so that all ranks see the same steps when the call returns.
+        together(comm, Phase("keeping steps of", self.url, "removing"), bytes, lambda _: self._remove_old(step))
+
+    def _remove_old(self, step: int) -> bytes:
+        try:
+            removed = self._shelf.retain(self._rule, step)
+        except CheckpointDamaged:
+            raise
+        except (CheckpointError, OSError) as error:
+            _log.warning("could not remove old steps at %s; the next save will: %s", self.url, error)
+        else:
+            for old in removed:
+                _log.info("removed %s", self._shelf.place(old).url)
+        return b""
+
+    def restore(
+        self,
+        state: Any,
+        step: int | None = None,
+        *,
+        default: int | None = None,
+        verify_first: bool | None = None,
+        **options: Any,
+    ) -> int:
+        """Load the newest whole checkpoint into `state`, in place, on every rank, and give its step.
+
+        Checkpoints that are damaged are skipped, with a warning in the log that says why, also when that shows only
+        while loading; all ranks load the same step. Unfinished saves are not seen. With `step`, exactly that one is
+        loaded. If nothing was ever saved, `default` is given back, and without one CheckpointNotFound is raised. If
+        there are checkpoints and none is whole, CheckpointDamaged is raised, with the reasons, and the state may be partly
+        filled. All other errors, differences between state and checkpoint among them, are raised at once.
+
+        `verify_first`: read and check every byte before the state is touched, shared out over the ranks. By default this
+        is done only with `allow_missing`, where a second attempt might not fill all that a failed one had filled.
+        Further options are those of `milepost.load`.
+        """
+        self._check_open()
+        _check_options(options, _LOAD, "a restore")
+        if isinstance(state, tuple):
+            raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
+        options = {"planner": self._planners["load"], **self._given(_LOAD), **options}
+        step = None if step is None else checked_step(step)
+        self._finish()
+        comm = self._ranks()
+        if verify_first is None:
+            verify_first = bool(options.get("allow_missing"))
+        skipped: dict[int, str] = {}
+        while True:
+            chosen = self._choose(comm, step, skipped)
+            if chosen is None:
+                return self._nothing(skipped, default)
+            try:
+                self._load(comm, chosen, state, options, verify_first=verify_first)
+            except CheckpointError as error:
+                if step is not None or not _allows_another(error):
+                    raise
+                skipped[chosen] = str(error)
+                if comm.rank == comm.lead:
+                    _log.warning("skipping %s: %s", self._shelf.place(chosen).url, error)
+            else:
+                return chosen
+
+    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str]) -> int | None:
+        """The lead's choice, on every rank: the newest that was not tried yet. Looked up anew each time: steps come and go."""
+
+        def choose() -> bytes:
+            there = self._shelf.steps()
+            if step is not None and step not in there:
+                shown = ", ".join(map(str, there[-10:])) or "none"
+                raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
+            left = [s for s in there if s not in skipped] if step is None else [step]
+            return msgspec.msgpack.encode(left[-1:])
+
+        chosen = _CHOSEN.decode(told(comm, Phase("restoring from", self.url, "choosing"), choose))
+        return chosen[0] if chosen else None
+
+    def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
+        if skipped:
+            reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
+            raise CheckpointDamaged(
+                f"no step at {self.url} is whole, and the state may be partly filled:\n  {reasons}\n"
+                "Restore these files from a backup, or start anew at another place."
+            )
+        if default is None:
+            raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get that back instead")
+        return default
+
+    def _load(self, comm: Comm, step: int, state: Any, options: Mapping[str, Any], *, verify_first: bool) -> None:
+        place = self._shelf.place(step)
+        if verify_first:
+            together(comm, Phase("restoring from", place.url, "verifying"), lambda: _verify(comm, place, options))
+        load(state, place, process_group=comm, **options)
+
+    def steps(self) -> list[int]:
+        """The steps that are committed, oldest first. Looks for itself: may be called on one rank alone."""
+        self._check_open()
+        return self._shelf.steps()
+
+    def latest(self) -> int | None:
+        """The newest committed step, or None. Looks for itself; does not check whether it is whole."""
+        return max(self.steps(), default=None)
+
+    def best(self) -> int | None:
+        """The step with the best metric, or None if no step has it. Looks for itself."""
+        self._check_open()
+        if self._rule.best is None:
+            raise InvalidRequest('say which metric is meant: Checkpointer(..., best="loss", mode="min")')
+        return next(iter(self._rule.ranked(self._shelf.scores(self._rule.best))), None)
+
+    def open(self, step: int | None = None) -> Checkpoint:
+        """Open a step, the newest if none is given, to look inside. Looks for itself."""
+        chosen = self.latest() if step is None else step
+        if chosen is None:
+            raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
+        given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
+        return open_checkpoint(self._shelf.place(chosen), **given)
+
+    def remove(self, step: int) -> None:
+        """Remove a step, on every rank, whatever the rules say, even the last one.
+
+        For a run that goes back to an older step: what lies ahead would be the newest for ever. Raises CheckpointNotFound,
+        or CheckpointDamaged if its manifest cannot be read; delete such a folder by hand.
+        """
+        self._check_open()
+        self._finish()
+        place = self._shelf.place(step)
+
+        def remove(_: list[bytes]) -> bytes:
+            self._shelf.finish()
+            self._shelf.remove(step)
+            return b""
+
+        together(self._ranks(), Phase("removing", place.url, "removing"), bytes, remove)
+
+    def wait(self) -> None:
+        """Return once no save is under way. Raises what the last one in the background met, if nobody has asked."""
+        self._check_open()
+        if self._saver is not None:
+            self._saver.wait()
+
+    def close(self) -> None:
+        """Wait, and let go of what is kept between saves. Later calls raise InvalidRequest. May be called twice.
+
+        Raises what the last save in the background met, if nobody has asked.
+        """
+        self._closed = True
+        self._plans = Plans()
+        saver, self._saver = self._saver, None
+        if saver is not None:
+            saver.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or self._saver is None:
+            self.close()
+            return
+        self._saver.__exit__(kind, error, trace)  # does not hide the error that is on its way
+        self.close()
+
+    def _finish(self) -> None:
+        """Let a save that is under way end. How it ended is raised elsewhere."""
+        if self._saver is not None:
+            self._saver.join()
+
+    def _given(self, names: frozenset[str]) -> dict[str, Any]:
+        return {name: value for name, value in self._options.items() if name in names}
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidRequest(f"{self!r} is closed")
+
+
+def _check_options(options: Mapping[str, Any], known: frozenset[str], what: str) -> None:
+    unknown = sorted(options.keys() - known)
+    if not unknown:
+        return
+    hint = ""
+    if "planner" in unknown:
+        hint = ". A planner either saves or loads: pass it to `save` or `restore`"
+    raise InvalidRequest(f"{', '.join(unknown)}: no option for {what}; there are {', '.join(sorted(known))}{hint}")
+
+
+def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
+    if METRICS in metadata:
+        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+    if metrics is None:
+        return metadata
+    plain: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = float(value)
+        except Exception as error:
+            raise InvalidRequest(f"the metric {name!r} is a number, not {value!r}") from error
+        if not isinstance(name, str):
+            raise InvalidRequest(f"the name of a metric is a string, not {name!r}")
+    return {**metadata, METRICS: plain}
+
+
+def _allows_another(error: CheckpointError) -> bool:
+    """Whether all that went wrong, on all ranks, is that this checkpoint is damaged or gone. The same on every rank."""
+    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    return kinds <= _ANOTHER
+
+
+def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
+    """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
+    manifest = parse(place.url, *find(place))
+    transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
+    files = Files(place, manifest)
+    reasons: list[str] = []
+    mine = manifest.files[comm.rank :: comm.size]
+    meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.lead else None)
+    meter.expect(sum(file.size_bytes for file in mine))
+    try:
+        for file in mine:
+            reasons.extend(damage.reason for damage in files.of(file.rank).check_all(transfer, meter))
+    finally:
+        files.close()
+    meter.finish()
+    if reasons:
+        shown = "\n  ".join(reasons[:_DAMAGES_SHOWN])
+        raise CheckpointDamaged(f"{len(reasons)} damaged blocks:\n  {shown}")
+    return b""
