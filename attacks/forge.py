@@ -92,7 +92,7 @@ def good_state(rank: int) -> dict[str, Any]:
 @cache
 def good_files() -> dict[str, bytes]:
     """The files of the good checkpoint, as Milepost saves it."""
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(WORLD, lambda comm: milepost.save(good_state(comm.rank), store, process_group=comm, metadata={"a": 1}))
     return store.objects
 

@@ -308,7 +308,7 @@ def orbax_save(state: State, folder: Path) -> None:
 
     with orbax.StandardCheckpointer() as checkpointer:
         tree = {key: tensor.view(torch.uint8).numpy() for key, tensor in state.flat.items()}
-        checkpointer.save((folder / "checkpoint").absolute(), tree)
+        checkpointer.save(tree, (folder / "checkpoint").absolute())
         checkpointer.wait_until_finished()
     _sync_all(folder)
 

@@ -241,7 +241,7 @@ def dcp_files() -> dict[str, bytes]:
 
 def recognised(metadata: bytes) -> manifests.Manifest:
     """What DCP's metadata say, with the data of `dcp_files`."""
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     store.objects.update(dcp_files() | {".metadata": metadata})
     found = recognise(store)
     assert found is not None

@@ -42,7 +42,7 @@ SPAN_S = 0.15
 """A kill comes at a random moment of this, in which there are several saves."""
 DEADLINE_S = 2.0
 HANG_S = 2 * DEADLINE_S + 2.0
-"""Who has not ended by then hangs: whoever waits for a lead that is gone waits for twice the deadline."""
+"""Who has not ended by then hangs: whoever waits for a coordinator that is gone waits for twice the deadline."""
 # The compiler too: the first DTensor imports it, which takes each rank seconds.
 PRELOAD = ["milepost.api", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo"]
 ALL, EARLIER = "all whole", "earlier ones whole, the last recognised as unfinished"

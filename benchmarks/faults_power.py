@@ -109,10 +109,10 @@ def _find_dcp(place: Path) -> int:
     return _number_in(target)
 
 
-def _save_on_ranks(state: dict[str, Any], place: Any) -> milepost.Report:
+def _save_on_ranks(state: dict[str, Any], place: Any) -> milepost.LoadReport:
     """As four ranks: each holds a quarter of the first tensor, and all hold the second."""
 
-    def work(comm: Any) -> milepost.Report:
+    def work(comm: Any) -> milepost.LoadReport:
         quarter = len(state["a"]) // 4
         own = {(comm.rank * quarter,): state["a"].narrow(0, comm.rank * quarter, quarter)}
         whole = {"a": milepost.Sharded(tuple(state["a"].shape), own), "b": state["b"]}
@@ -318,7 +318,7 @@ class History:
         for number in range(1, saves + 1):
             self.save(number)
 
-    def save(self, number: int, through: Any = None, save: Callable[..., milepost.Report] = milepost.save) -> None:
+    def save(self, number: int, through: Any = None, save: Callable[..., milepost.Receipt] = milepost.save) -> None:
         """Save, and note how that went."""
         began, generation, died = len(self.store.journal), 0, False
         try:
@@ -396,7 +396,7 @@ def _model_row(count: int) -> FaultRow:
     return FaultRow(9, "power cut at any system call", how, counting.tally, frozenset({"old", "new"}), None, note)
 
 
-def _saved_again(found: milepost.MemoryStore) -> str | None:
+def _saved_again(found: milepost.store.MemoryStore) -> str | None:
     """What is wrong with the next save after a power cut, if anything."""
     milepost.save(state_of(9, 4096), found)
     save_id = milepost.open(found).manifest.save_id

@@ -62,7 +62,7 @@ class Trouble:
         expected: tuple[str, ...] = ("",)  # DCP has other steps
         for steps in (SAVE, LOAD):
             if self.step in steps:
-                # A step in which only the lead speaks is left before anyone notices: the next one tells.
+                # A step in which only the coordinator speaks is left before anyone notices: the next one tells.
                 expected = (self.step,) if self.kind == "raises" else steps[steps.index(self.step) :]
         fine = all(text and names(text, self.victim) and any(step in text for step in expected) for text in errors)
         return NAMED if fine else UNNAMED
@@ -157,12 +157,12 @@ RAISES: list[tuple[str, int | None, str]] = [
     ("reading", None, "reader data/"),
     ("applying", None, "takes none"),
 ]
-"""The step that fails, the rank if it can only be the lead, and what fails: a call of the store, or an object."""
+"""The step that fails, the rank if it can only be the coordinator, and what fails: a call of the store, or an object."""
 
 
 def in_threads(trouble: Trouble, word: str) -> str:
     """How trouble of a thread rank ends: it raises where `word` says, or never comes to a step."""
-    store, board, errors, gone = milepost.MemoryStore(), MemoryBoard(), dict[int, str](), threading.Event()
+    store, board, errors, gone = milepost.store.MemoryStore(), MemoryBoard(), dict[int, str](), threading.Event()
     milepost.save({"n": 1, "t": torch.ones(WORLD), "o": {"w": torch.ones(1)}}, store)
     before = dict(store.objects)
 
@@ -224,7 +224,7 @@ def ranks_in_trouble(full: bool, folder: Path) -> FaultRow:
     ]
     for (_, library, *_), ending in spread(lambda how, *rest: how(*rest), trials, 8):
         (theirs if library == "dcp" else ours).add(ending)
-    how = f"1 of 4 raises, dies, stops, never arrives, the lead or another, in each step of save and load; timeout_s={DEADLINE_S}"
+    how = f"1 of 4 raises, dies, stops, never arrives, the coordinator or another, in each step of save and load; timeout_s={DEADLINE_S}"
     note = f"DCP: in the planner, before and while data is written; who has not ended after {HANG_S:.0f} s hangs"
     return FaultRow(21, "a rank in trouble", how, ours.tally, frozenset({NAMED}), theirs.tally, note)
 
@@ -363,7 +363,7 @@ def keep_steps(rank: Rank, folder: Path) -> None:
     """Save step after step, of which only the last is kept, until killed."""
     with milepost.Checkpointer(folder, keep_last=1, no_dist=True) as steps:
         for number in itertools.count(1):
-            steps.save(number, state_of(rank, number))
+            steps.save(state_of(rank, number), number)
             rank.say("ended", number)
 
 

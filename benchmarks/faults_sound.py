@@ -30,13 +30,13 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import Node
 from milepost.formats.read.content import Strided
-from milepost.formats.read.pickles import Maker, Opaque, Record
+from milepost.formats.read.pickles import Maker, NamedObject, Opaque
 from milepost.state.values import Codec
 
 MOST_RANKS, MOST_BOXES, MOST_DATA_BYTES = 256, 64, 1 << 20
 """Beyond these, what would take long is not looked at."""
 PLAIN = (int, float, str, bytes, bytearray, complex, type(None), np.generic, torch.dtype, torch.device)
-TORCHS = (*PLAIN, Strided, Opaque, Record, Maker)
+TORCHS = (*PLAIN, Strided, Opaque, NamedObject, Maker)
 
 
 def sound_manifest(_data: bytes, found: manifests.Manifest) -> bool:

@@ -4,11 +4,11 @@ Jobs of 64 to 16,384 ranks and 1,000 tensors: FSDP (one axis cuts), HSDP (one ax
 stages with keys of their own, each cut by data and tensor parallelism). Seconds are CPU seconds of one thread, medians over
 rounds in which all cases take turns; [min..max] is beside them. Nothing is kept from one measurement to the next.
 
-Milepost, one rank: `describe` of its state, then its plan and the list of entries that it writes. The lead: the same, and all
-that it does in the meetings of a real `milepost.save`. That save runs through the real protocol: the lead and two ranks of each
+Milepost, one rank: `describe` of its state, then its plan and the list of entries that it writes. The coordinator: the same, and all
+that it does in the meetings of a real `milepost.save`. That save runs through the real protocol: the coordinator and two ranks of each
 group of equal ranks are threads, and the second of the two stands in for all others of its group. Every message is counted as
 often as it would be sent, when it is pinned to the board and again when it is read. (Checked against real threads for all ranks.)
-For later saves with the same plans the lead's figure is its meetings alone; that it describes its state again is not in it.
+For later saves with the same plans the coordinator's figure is its meetings alone; that it describes its state again is not in it.
 
 DCP, rank 0: its own planner and its own records for a plain FSDP job, with no process group: unpickle the gathered plans,
 `create_global_plan` (dedup, metadata, validation), pickle what is scattered, unpickle the gathered results, make and pickle the
@@ -148,7 +148,7 @@ def _groups(job: Job) -> dict[str, tuple[list[str], Grid]]:
 
 @lru_cache
 def _terms(job: Job) -> bytes:
-    """What the lead tells the ranks of this job."""
+    """What the coordinator tells the ranks of this job."""
     return msgspec.json.encode(simulate_save(job.world, job.rows()).terms)
 
 
@@ -239,7 +239,7 @@ class Crowd:
         """Add a message, under the step that it belongs to."""
         answer = name.endswith("/all")
         step = STEPS[note[5:7] if answer else note[4:6]]  # the end of `Phase.wire`, which an answer has behind a sign
-        what = "the lead's answer" if answer else "reports to the lead"
+        what = "the coordinator's answer" if answer else "reports to the coordinator"
         with self._lock:
             self.sent[f"{step}: {what}, {verb}"] += len(note) * times
 
@@ -261,7 +261,7 @@ class Seat:
         for name, times in Counter(real).items():
             if (note := notes[name]) is not None:
                 self.crowd.count_bytes("read", name, note, times * self.crowd.weight[self.rank])
-        # Copies: the lead of a real job would get as many separate messages.
+        # Copies: the coordinator of a real job would get as many separate messages.
         return [None if (note := notes[name]) is None else bytes(bytearray(note)) for name in real]
 
     def _real(self, name: str) -> str:
@@ -276,7 +276,7 @@ class Seat:
 
 
 class CrowdedStore(MemoryStore):
-    """In which a file that one rank wrote is there for all that it stands for: before it commits, the lead looks for them."""
+    """In which a file that one rank wrote is there for all that it stands for: before it commits, the coordinator looks for them."""
 
     def __init__(self, crowd: Crowd) -> None:
         super().__init__()
@@ -304,7 +304,7 @@ class TimedComm(BoardComm):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What two saves by a crowd showed: bytes by step, and the lead's CPU seconds in meetings; first, then steady state."""
+    """What two saves by a crowd showed: bytes by step, and the coordinator's CPU seconds in meetings; first, then steady state."""
 
     bytes_by_step: tuple[dict[str, int], dict[str, int]]
     lead_cpu_s: tuple[float, float]
@@ -423,7 +423,7 @@ def measure_manifest(world: int, tensors: int) -> dict[str, float]:
 
 
 def lead_memory(world: int, tensors: int) -> int:
-    """The peak of a lead, in a process of its own. One other rank lives there too, so it is a little less."""
+    """The peak of a coordinator, in a process of its own. One other rank lives there too, so it is a little less."""
     job = Job(FSDP, world, tensors)
     save_twice(Job(FSDP, 16, 2))  # whatever is imported late, is imported now
     return peak_bytes(lambda: save_twice(job))[0]
@@ -601,7 +601,9 @@ def rows_of(results: Results) -> list[Row]:
             ]
             one = f"{name}: {label}", samples.median(what), unit
             rows.append(_below(*one, bar) if at_bar else Row(*one))
-    rows.append(_below(f"Milepost, FSDP, {most} ranks: memory of the lead", results.memory_bytes / 1e6, "MB", 200))
+    rows.append(
+        _below(f"Milepost, FSDP, {most} ranks: memory of the coordinator", results.memory_bytes / 1e6, "MB", 200)
+    )
     for world, (real, crowd) in results.real.items():
         for when, a, b in (("first", real[0], crowd[0]), ("steady", real[1], crowd[1])):
             rows.append(Row(f"check, {world} ranks: sent, {when}, real threads", a, "B"))
@@ -660,7 +662,7 @@ def comparison(results: Results) -> str:
                 [what, str(size.world), show(a), show(b) + mark, f"{at_least}{b / a:.{0 if b > 10 * a else 1}f}"]
             )
         lines.append(["memory of rank 0", str(size.world), "", _size(dcp.median("peak")) + mark, ""])
-    lines.append(["memory of the lead", str(max(results.sizes.worlds)), _size(results.memory_bytes), "", ""])
+    lines.append(["memory of the coordinator", str(max(results.sizes.worlds)), _size(results.memory_bytes), "", ""])
     notes = (
         "[1] DCP as it is by default, without cached plans.",
         "[2] Milepost: sent and read, both counted. DCP: counted once, the broadcast metadata as size x (ranks - 1).",

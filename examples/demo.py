@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the lead rank of a phase said. Digests are by the name of the checkpoint."""
+    """What the coordinator of a phase said. Digests are by the name of the checkpoint."""
 
     phase: Phase
     text: str
@@ -160,7 +160,7 @@ def check_end(phase: Phase, codes: list[int | None], logs: list[Path]) -> None:
 
 
 def parse(phase: Phase, text: str) -> Outcome:
-    """What the lead rank said, as data."""
+    """What the coordinator said, as data."""
     losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", text, re.MULTILINE)}
     saved = dict(re.findall(r"^saving (\S+)  digest (\S+)$", text, re.MULTILINE))
     loaded = dict(re.findall(r"^loaded (\S+)  digest (\S+)$", text, re.MULTILINE))

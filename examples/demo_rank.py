@@ -19,7 +19,8 @@ import torch.distributed as dist
 import train
 from torch.distributed.tensor import DTensor
 
-from milepost import LocalStore, Store
+from milepost import Store
+from milepost.store import LocalStore
 from milepost.testing import CountingStore
 
 

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 import milepost
-from milepost import Metadata, SavePlan, StorageMeta, WriteItem, WriteItemType
+from milepost.planning import Metadata, SavePlan, StorageMeta, WriteItem, WriteItemType
 
 # 1. Rename keys: change the state that the default planner sees.
 
 
-class Prefixed(milepost.DefaultSavePlanner):
+class Prefixed(milepost.planning.DefaultSavePlanner):
     """Saves everything below another name."""
 
     def __init__(self, prefix: str) -> None:
@@ -31,7 +31,7 @@ class Prefixed(milepost.DefaultSavePlanner):
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
 
-class Unprefixed(milepost.DefaultLoadPlanner):
+class Unprefixed(milepost.planning.DefaultLoadPlanner):
     """Loads what `Prefixed` saved into a state without the prefix."""
 
     def __init__(self, prefix: str) -> None:
@@ -46,7 +46,7 @@ class Unprefixed(milepost.DefaultLoadPlanner):
         renamed = {self.prefix + key: value for key, value in state_dict.items()}
         super().set_up_planner(renamed, metadata, is_coordinator)
 
-    def load_bytes(self, read_item: milepost.ReadItem, value: Any) -> None:
+    def load_bytes(self, read_item: milepost.planning.ReadItem, value: Any) -> None:
         """Values are set in the renamed dict; take them over."""
         super().load_bytes(read_item, value)
         for key in self.mine:
@@ -56,7 +56,7 @@ class Unprefixed(milepost.DefaultLoadPlanner):
 # 2. Another precision: the plan and the data say the same.
 
 
-class Half(milepost.DefaultSavePlanner):
+class Half(milepost.planning.DefaultSavePlanner):
     """Saves floating-point tensors as float16."""
 
     def create_local_plan(self) -> SavePlan:
@@ -80,7 +80,7 @@ class Half(milepost.DefaultSavePlanner):
 # 3. A decision over all ranks: who writes what.
 
 
-class RoundRobin(milepost.DefaultSavePlanner):
+class RoundRobin(milepost.planning.DefaultSavePlanner):
     """Deals replicated tensors out to the ranks of a DDP job, one after the other."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -99,7 +99,7 @@ class RoundRobin(milepost.DefaultSavePlanner):
 # 4. Data of every rank in the metadata of the checkpoint.
 
 
-class WithNotes(milepost.DefaultSavePlanner):
+class WithNotes(milepost.planning.DefaultSavePlanner):
     """Keeps a note of each rank with the checkpoint: `FileSystemReader(path).read_metadata().planner_data`."""
 
     def __init__(self, note: dict[str, Any]) -> None:
@@ -119,7 +119,7 @@ class WithNotes(milepost.DefaultSavePlanner):
 # 5. A model without memory: give it some, only on this rank's device, only for what is there.
 
 
-class Materialising(milepost.DefaultLoadPlanner):
+class Materialising(milepost.planning.DefaultLoadPlanner):
     """Loads a model that was made on the meta device, and remembers which tensors it gave memory to."""
 
     def set_up_planner(
@@ -147,7 +147,7 @@ def run(folder: str) -> dict[str, Any]:
     writers = len(milepost.open(f"{folder}/dealt").manifest.files)
 
     milepost.save(state, f"{folder}/notes", planner=WithNotes({"rank": rank, "seen": 100 * rank}))
-    notes = milepost.FileSystemReader(f"{folder}/notes").read_metadata().planner_data
+    notes = milepost.planning.CheckpointReader(f"{folder}/notes").read_metadata().planner_data
 
     with torch.device("meta"):
         model = torch.nn.Linear(3, 2, bias=False)

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import milepost
-from milepost.background.staging import staging
+from milepost.background.staging import snapshot
 from milepost.background.staging.copying import Copier
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.core.dtypes import DTYPES
@@ -531,8 +531,8 @@ def test_the_optimizer_waits_for_the_copy_and_only_until_then(tmp_path, slow_cop
 
 @pytest.mark.parametrize("background", ["thread", "process"])
 def test_the_optimizer_does_not_wait_for_what_was_copied_on_the_gpu(tmp_path, slow_copies, monkeypatch, background):
-    monkeypatch.setattr(staging, "_is_on_gpu", lambda _: True)  # as if this were one
-    monkeypatch.setattr(staging, "_chosen", lambda *_: "device")
+    monkeypatch.setattr(snapshot, "_is_on_gpu", lambda _: True)  # as if this were one
+    monkeypatch.setattr(snapshot, "_chosen", lambda *_: "device")
     model, optimizer, scheduler = trained()
     state = {"model": model, "optim": optimizer, "ema": torch.ones(5)}
     expected = saved_now(state, tmp_path / "now")
@@ -959,7 +959,7 @@ def test_a_second_save_waits_for_the_first(saver, tmp_path):
 
 @pytest.mark.parametrize("slow", [0, 2])
 def test_a_save_that_is_refused_is_refused_on_all_ranks_however_far_each_is(tmp_path, slow):
-    """The lead's own word counts: where another rank is slower, that one waits."""
+    """The coordinator's own word counts: where another rank is slower, that one waits."""
     team, go = Team("thread", 3, when_busy="refuse"), threading.Event()
 
     def work(saver, rank):
@@ -1154,7 +1154,7 @@ from milepost.comm import BoardComm, MemoryBoard
 
 place, how, background = sys.argv[1:]
 
-class Slow(milepost.LocalStore):
+class Slow(milepost.store.LocalStore):
     def writer(self, name, size_bytes, *, direct=True):
         time.sleep(0.5)
         if how == "fails":
@@ -1260,7 +1260,7 @@ def test_what_cannot_be_is_refused_at_once(saver, tmp_path):
         "staging_bytes": lambda: milepost.AsyncSaver(staging_bytes=-1),
         "stage is one of": lambda: saver.save(state, tmp_path, stage="later"),
         "say where": lambda: saver.save(state),
-        "say where: a path": lambda: saver.save(state, planner=milepost.DefaultSavePlanner()),
+        "say where: a path": lambda: saver.save(state, planner=milepost.planning.DefaultSavePlanner()),
         "wait, nonsense": lambda: saver.save(state, tmp_path, nonsense=1, wait=2),
         "on_difference": lambda: saver.save(state, tmp_path, on_difference="ignore"),
         "host_memory_bytes": lambda: saver.save(state, tmp_path, host_memory_bytes=1),
@@ -1271,7 +1271,7 @@ def test_what_cannot_be_is_refused_at_once(saver, tmp_path):
         assert ("nonsense" if "nonsense" in text else text) in str(raised.value)
     if saver._saver._background == "process":
         with pytest.raises(milepost.InvalidRequest, match=r'MemoryStore belongs to this one.*background="thread"'):
-            saver.save(state, milepost.MemoryStore())
+            saver.save(state, milepost.store.MemoryStore())
     assert not files_in(tmp_path)
     milepost.save(state, tmp_path)
     refused = saver.save(state, tmp_path, overwrite=False)
@@ -1279,7 +1279,7 @@ def test_what_cannot_be_is_refused_at_once(saver, tmp_path):
         refused.result(TIMEOUT_S)
 
 
-class SpellingPlanner(milepost.DefaultSavePlanner):
+class SpellingPlanner(milepost.planning.DefaultSavePlanner):
     """One of the user's own, that plans when a gate is open."""
 
     gate = None
@@ -1298,7 +1298,7 @@ class TorchPlanner(TorchSavePlanner):
 
 
 LAZY = [
-    milepost.DefaultSavePlanner,
+    milepost.planning.DefaultSavePlanner,
     None,
     SpellingPlanner,  # gets a copy by torch's stager, which forgets that a tensor is a conjugate or negative
 ]
@@ -1318,7 +1318,7 @@ def test_planners_save_conjugates_and_negatives_with_their_sign(tmp_path, kind):
             assert torch.equal(checkpoint[key].read(), tensor.resolve_conj().resolve_neg()), key
 
 
-@pytest.mark.parametrize("kind", [milepost.DefaultSavePlanner, SpellingPlanner, TorchPlanner, None])
+@pytest.mark.parametrize("kind", [milepost.planning.DefaultSavePlanner, SpellingPlanner, TorchPlanner, None])
 def test_planners_and_writers_save_the_state_at_the_call(saver, tmp_path, kind):
     forms = {
         f"{a} {b}": tensor
@@ -1338,7 +1338,7 @@ def test_planners_and_writers_save_the_state_at_the_call(saver, tmp_path, kind):
         gate.unlink()
     else:
         milepost.save(state, tmp_path / "now")
-    writer = milepost.FileSystemWriter(tmp_path / "later")
+    writer = milepost.planning.CheckpointWriter(tmp_path / "later")
     pending = (
         saver.save(state, storage_writer=writer)
         if planner is None

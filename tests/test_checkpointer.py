@@ -12,20 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import milepost
-from milepost import (
-    CheckpointDamaged,
-    Checkpointer,
-    CheckpointNotFound,
-    InvalidRequest,
-    MemoryStore,
-    StateMismatch,
-    StorageError,
-)
+from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, InvalidRequest, StateMismatch, StorageError
 from milepost.commit.publish import REMOVED, aim
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.manifest import manifest_name, shard_name
 from milepost.steps.retention import MAX_STEP, Rule, Shelf, finish_removal, remove_checkpoint, step_name
-from milepost.store import LocalStore, Within
+from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
 from ranks import spawn
 
@@ -61,7 +53,7 @@ def flip(path):
 def test_what_was_saved_last_is_restored_and_its_step_given(tmp_path, kind):
     keeper = Checkpointer(places(tmp_path, kind))
     for step in (2, 10, 9):
-        receipt = keeper.save(step, state(step), metrics={"loss": torch.tensor(0.5)}, metadata={"note": "x"})
+        receipt = keeper.save(state(step), step, metrics={"loss": torch.tensor(0.5)}, metadata={"note": "x"})
     assert receipt.url.endswith("run/step-0000000009")
     found = state(0)
     assert keeper.restore(found) == 10
@@ -82,17 +74,17 @@ def test_where_nothing_was_saved_the_default_is_given_or_an_error_says_so(tmp_pa
         keeper.restore(state(0))
     with pytest.raises(CheckpointNotFound, match="nothing was saved"):
         keeper.open()
-    keeper.save(4, state(4))
+    keeper.save(state(4), 4)
     with pytest.raises(CheckpointNotFound, match=r"no step 7 at .* there are: 4"):
         keeper.restore(state(0), step=7, default=0)
 
 
 def test_a_step_that_exists_is_replaced_unless_that_is_refused(tmp_path):
     keeper = Checkpointer(tmp_path)
-    keeper.save(1, state(1))
-    assert keeper.save(1, state(2)).generation == 2
+    keeper.save(state(1), 1)
+    assert keeper.save(state(2), 1).generation == 2
     with pytest.raises(InvalidRequest, match="overwrite=True"):
-        keeper.save(1, state(3), overwrite=False)
+        keeper.save(state(3), 1, overwrite=False)
     found = state(0)
     assert keeper.restore(found) == 1
     assert holds(found, 2)
@@ -104,7 +96,7 @@ def test_from_the_second_save_on_there_is_no_planning(tmp_path):
     def work(comm):
         keeper = Checkpointer(tmp_path, process_group=comm)
         for step in (1, 2, 3):
-            keeper.save(step, state(step))
+            keeper.save(state(step), step)
 
     run_ranks(2, work, trouble={1: {"describing the state": lambda: planned.append(1)}})
     assert planned == [1]
@@ -113,7 +105,7 @@ def test_from_the_second_save_on_there_is_no_planning(tmp_path):
 def test_options_go_to_every_call_that_has_them(tmp_path):
     seen = []
     keeper = Checkpointer(tmp_path, progress=lambda p: seen.append(p.action), convert_dtype=True, on_difference="warn")
-    keeper.save(1, {"w": torch.ones(3)})
+    keeper.save({"w": torch.ones(3)}, 1)
     assert keeper.restore({"w": torch.ones(3, dtype=torch.float64)}) == 1
     assert set(seen) == {"save", "load"}
     with pytest.raises(StateMismatch):
@@ -143,14 +135,14 @@ def test_wrong_calls_are_refused_and_leave_nothing(tmp_path):
     keeper = Checkpointer(tmp_path)
     for step in (-1, MAX_STEP + 1, 1.0, "1", True, None):
         with pytest.raises(InvalidRequest, match="a step is a whole number from 0"):
-            keeper.save(step, state(1))
+            keeper.save(state(1), step)
     for metrics in ({"loss": "low"}, {"loss": torch.ones(2)}, {3: 1.0}):
         with pytest.raises(InvalidRequest, match="metric"):
-            keeper.save(1, state(1), metrics=metrics)
+            keeper.save(state(1), 1, metrics=metrics)
     with pytest.raises(InvalidRequest, match="pass `metrics=`"):
-        keeper.save(1, state(1), metadata={"metrics": {}})
+        keeper.save(state(1), 1, metadata={"metrics": {}})
     with pytest.raises(InvalidRequest, match="allow_missing: no option for a save"):
-        keeper.save(1, state(1), allow_missing=True)
+        keeper.save(state(1), 1, allow_missing=True)
     with pytest.raises(InvalidRequest, match="a step is a whole number"):
         keeper.restore(state(0), step=-3)
     with pytest.raises(InvalidRequest, match="which metric"):
@@ -162,10 +154,10 @@ def test_wrong_calls_are_refused_and_leave_nothing(tmp_path):
 
 def test_a_closed_one_refuses_calls(tmp_path):
     with Checkpointer(tmp_path) as keeper:
-        keeper.save(1, state(1))
+        keeper.save(state(1), 1)
         keeper.wait()
     keeper.close()
-    for call in (keeper.steps, keeper.latest, keeper.wait, lambda: keeper.save(2, state(2))):
+    for call in (keeper.steps, keeper.latest, keeper.wait, lambda: keeper.save(state(2), 2)):
         with pytest.raises(InvalidRequest, match="is closed"):
             call()
 
@@ -180,7 +172,7 @@ def test_foreign_folders_are_ignored_and_never_touched(tmp_path):
     (tmp_path / "step-0000000008").symlink_to(tmp_path / "elsewhere")
     keeper = Checkpointer(tmp_path, keep_last=1)
     for step in (1, 2, 3):
-        keeper.save(step, state(step))
+        keeper.save(state(step), step)
     assert keeper.steps() == [3]
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted(
         [*names, "step-0000000007", "step-0000000008", "elsewhere", "step-0000000003"]
@@ -195,7 +187,7 @@ def test_foreign_folders_are_ignored_and_never_touched(tmp_path):
 def test_damaged_steps_are_skipped_with_a_warning_that_says_why(tmp_path, caplog):
     keeper = Checkpointer(tmp_path)
     for step in (1, 2, 3, 4, 5):
-        keeper.save(step, state(step))
+        keeper.save(state(step), step)
     flip(files_of(tmp_path, 2)[0])
     files_of(tmp_path, 3)[0].unlink()
     manifest = tmp_path / step_name(4) / manifest_name(1)
@@ -217,7 +209,7 @@ def test_damaged_steps_are_skipped_with_a_warning_that_says_why(tmp_path, caplog
 def test_where_no_step_is_whole_all_reasons_are_raised(tmp_path):
     keeper = Checkpointer(tmp_path)
     for step in (1, 2):
-        keeper.save(step, state(step))
+        keeper.save(state(step), step)
         flip(files_of(tmp_path, step)[0])
     with pytest.raises(CheckpointDamaged, match=r"(?s)no step at .* is whole.*step 2: .*step 1: "):
         keeper.restore(state(0), default=0)
@@ -225,8 +217,8 @@ def test_where_no_step_is_whole_all_reasons_are_raised(tmp_path):
 
 def test_a_state_that_does_not_fit_is_an_error_and_not_a_reason_to_go_back(tmp_path):
     keeper = Checkpointer(tmp_path)
-    keeper.save(1, {"a": torch.zeros(3)})
-    keeper.save(2, {"b": torch.zeros(3)})
+    keeper.save({"a": torch.zeros(3)}, 1)
+    keeper.save({"b": torch.zeros(3)}, 2)
     with pytest.raises(StateMismatch):
         keeper.restore({"a": torch.ones(3)})
 
@@ -234,8 +226,8 @@ def test_a_state_that_does_not_fit_is_an_error_and_not_a_reason_to_go_back(tmp_p
 @pytest.mark.parametrize("options", [{"verify_first": True}, {"allow_missing": True}])
 def test_with_verify_first_a_damaged_step_leaves_nothing_in_the_state(tmp_path, options):
     keeper = Checkpointer(tmp_path)
-    keeper.save(1, {"a": torch.full((50_000,), 1.0)})
-    keeper.save(2, {"a": torch.full((50_000,), 2.0), "b": torch.full((50_000,), 2.0)})
+    keeper.save({"a": torch.full((50_000,), 1.0)}, 1)
+    keeper.save({"a": torch.full((50_000,), 2.0), "b": torch.full((50_000,), 2.0)}, 2)
     path = files_of(tmp_path, 2)[0]
     data = bytearray(path.read_bytes())
     data[-5000] ^= 1  # in one of the last blocks: the first ones would be loaded
@@ -300,7 +292,7 @@ def test_a_run_of_saves_leaves_what_the_rules_say(saves, last, every, best):
     keeper = Checkpointer(MemoryStore(), keep_last=last, keep_every=every, keep_best=best, best="loss")
     there = {}
     for step, loss in saves:
-        keeper.save(step, {"n": step}, metrics=None if loss is None else {"loss": loss})
+        keeper.save({"n": step}, step, metrics=None if loss is None else {"loss": loss})
         there[step] = loss
         kept = Rule(last, every, best, "loss").kept(there) | {step}
         there = {s: v for s, v in there.items() if s in kept}
@@ -313,11 +305,11 @@ def test_a_run_of_saves_leaves_what_the_rules_say(saves, last, every, best):
 
 
 def test_metrics_are_read_from_the_checkpoints_by_a_new_job(tmp_path):
-    Checkpointer(tmp_path).save(1, state(1), metrics={"acc": 0.9})
-    Checkpointer(tmp_path).save(2, state(2), metrics={"acc": math.nan})
+    Checkpointer(tmp_path).save(state(1), 1, metrics={"acc": 0.9})
+    Checkpointer(tmp_path).save(state(2), 2, metrics={"acc": math.nan})
     milepost.save(state(3), tmp_path / step_name(3), metadata={"metrics": "somebody else's"})
     keeper = Checkpointer(tmp_path, keep_best=1, best="acc", mode="max")
-    keeper.save(4, state(4), metrics={"acc": 0.1})
+    keeper.save(state(4), 4, metrics={"acc": 0.1})
     assert keeper.steps() == [1, 4]
     assert keeper.best() == 1
 
@@ -327,14 +319,14 @@ def test_metrics_that_are_no_numbers_of_ours_do_not_count(tmp_path):
         milepost.save(state(step), tmp_path / step_name(step), metadata={"metrics": {"loss": loss}})
     keeper = Checkpointer(tmp_path, keep_best=1, best="loss")
     assert keeper.best() is None
-    keeper.save(9, state(9), metrics={"loss": 2.0})
+    keeper.save(state(9), 9, metrics={"loss": 2.0})
     assert (keeper.steps(), keeper.best()) == ([9], 9)
 
 
 def test_a_run_that_goes_back_keeps_what_it_saves_and_can_remove_what_lies_ahead(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
-    keeper.save(100, state(100))
-    keeper.save(60, state(60))
+    keeper.save(state(100), 100)
+    keeper.save(state(60), 60)
     assert keeper.steps() == [60, 100], "what was just saved is kept, though it is not the newest"
     keeper.remove(100)
     assert keeper.restore(state(0)) == 60
@@ -345,14 +337,14 @@ def test_a_run_that_goes_back_keeps_what_it_saves_and_can_remove_what_lies_ahead
 
 def test_nothing_is_removed_in_favour_of_a_step_that_is_not_whole(tmp_path, caplog):
     keeper = Checkpointer(tmp_path, keep_last=1)
-    keeper.save(9, state(9))
+    keeper.save(state(9), 9)
     files_of(tmp_path, 9)[0].unlink()
     everything = Checkpointer(tmp_path)
     for step in (1, 2, 3):
-        everything.save(step, state(step))
+        everything.save(state(step), step)
     with caplog.at_level(logging.WARNING, "milepost"):
-        keeper.save(4, state(4))
-        keeper.save(5, state(5))
+        keeper.save(state(4), 4)
+        keeper.save(state(5), 5)
     assert keeper.steps() == [5, 9], "9 does not count, and is left for somebody to look at"
     assert sum("does not count" in r.getMessage() for r in caplog.records) == 1, "told once"
     assert keeper.restore(state(0)) == 5
@@ -368,9 +360,9 @@ def test_a_save_whose_files_vanish_at_once_is_an_error_and_removes_nothing(tmp_p
                     path.unlink()
 
     keeper = Checkpointer(Losing(LocalStore(tmp_path)), keep_last=1)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
     with pytest.raises(CheckpointDamaged, match=r"just committed is not whole: .* is missing"):
-        keeper.save(2, state(2))
+        keeper.save(state(2), 2)
     found = state(0)
     assert keeper.restore(found) == 1
     assert holds(found, 1)
@@ -386,9 +378,9 @@ def test_a_save_whose_files_are_cut_short_at_once_is_an_error_and_removes_nothin
                     path.write_bytes(path.read_bytes()[:-1])
 
     keeper = Checkpointer(Cutting(LocalStore(tmp_path)), keep_last=1)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
     with pytest.raises(CheckpointDamaged, match=r"just committed is not whole: .* and was saved with"):
-        keeper.save(2, state(2))
+        keeper.save(state(2), 2)
     assert keeper.steps() == [1, 2]
 
 
@@ -402,18 +394,18 @@ def test_a_store_that_does_not_answer_says_nothing_about_a_step_and_nothing_is_r
 
     store = MemoryStore()
     for step in (1, 2, 9):
-        Checkpointer(store).save(step, state(step))
-    Checkpointer(Silent(store), keep_last=1).save(3, state(3))
+        Checkpointer(store).save(state(step), step)
+    Checkpointer(Silent(store), keep_last=1).save(state(3), 3)
     assert Checkpointer(store).steps() == [1, 2, 3, 9]
     assert "the next save will: no answer" in caplog.text
 
 
 def test_a_step_with_an_unreadable_manifest_is_left_alone(tmp_path, caplog):
     keeper = Checkpointer(tmp_path, keep_last=1)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
     (tmp_path / step_name(1) / manifest_name(1)).write_text("{}")
-    keeper.save(2, state(2))
-    keeper.save(3, state(3))
+    keeper.save(state(2), 2)
+    keeper.save(state(3), 3)
     assert keeper.steps() == [1, 3]
     assert len(files_of(tmp_path, 1)) == 1
     assert sum("could not be removed" in r.getMessage() for r in caplog.records) == 1
@@ -435,7 +427,7 @@ def test_a_removal_that_is_cut_short_at_any_call_harms_nothing_and_is_finished_l
         store = MemoryStore() if kind == "memory" else LocalStore(tmp_path / f"{number}")
         keeper = Checkpointer(store)
         for step in (1, 2, 3):
-            keeper.save(step, state(step))
+            keeper.save(state(step), step)
         milepost.save(state(2), Within(store, step_name(2)))  # a second generation
         return store
 
@@ -452,7 +444,7 @@ def test_a_removal_that_is_cut_short_at_any_call_harms_nothing_and_is_finished_l
             assert keeper.restore(found, step=step) == step, "what is still a checkpoint is a whole one"
             assert holds(found, step)
         assert 3 in keeper.steps()
-        keeper.save(4, state(4))
+        keeper.save(state(4), 4)
         assert keeper.steps() == [4]
         assert leftovers(store, [4]) == []
         if kind == "local":
@@ -463,22 +455,22 @@ def test_a_removal_that_is_cut_short_at_any_call_harms_nothing_and_is_finished_l
 def test_a_save_that_dies_at_any_call_leaves_the_kept_steps_whole(after):
     def fresh():
         store = MemoryStore()
-        Checkpointer(store, keep_last=2).save(1, state(1))
-        Checkpointer(store, keep_last=2).save(2, state(2))
+        Checkpointer(store, keep_last=2).save(state(1), 1)
+        Checkpointer(store, keep_last=2).save(state(2), 2)
         return store
 
     counting = CountingStore(fresh())
-    Checkpointer(counting, keep_last=2).save(3, state(3))
+    Checkpointer(counting, keep_last=2).save(state(3), 3)
     newest = set()
     for at in range(1, counting.calls + 1):
         store = fresh()
         with pytest.raises(Crash):
-            Checkpointer(CrashingStore(store, at, after=after), keep_last=2).save(3, state(3))
+            Checkpointer(CrashingStore(store, at, after=after), keep_last=2).save(state(3), 3)
         keeper = Checkpointer(store, keep_last=2)
         found = state(0)
         newest.add(step := keeper.restore(found))
         assert holds(found, step)
-        keeper.save(3, state(3))
+        keeper.save(state(3), 3)
         assert keeper.steps() == [2, 3]
         assert leftovers(store, [2, 3]) == []
     assert newest == {2, 3}
@@ -519,7 +511,7 @@ def test_a_save_under_way_is_never_touched(tmp_path):
         def before(self, number, call):
             if call.startswith("create manifest"):
                 for step in (6, 7, 8):
-                    keeper.save(step, state(step))
+                    keeper.save(state(step), step)
 
     milepost.save(state(5), Slow(LocalStore(tmp_path / step_name(5))))
     assert keeper.steps() == [5, 8]
@@ -570,9 +562,9 @@ def test_a_late_remover_does_not_take_another_saves_manifest():
 
 def test_a_marker_that_is_none_of_ours_is_left_alone(tmp_path, caplog):
     keeper = Checkpointer(tmp_path, keep_last=5)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
     (tmp_path / step_name(1) / (manifest_name(1) + REMOVED)).write_text("../../x")
-    keeper.save(2, state(2))
+    keeper.save(state(2), 2)
     assert keeper.steps() == [1, 2]
     assert "no marker of ours" in caplog.text
 
@@ -612,14 +604,14 @@ def test_an_open_file_reads_on_after_the_removal(tmp_path):
 
 def test_a_root_never_looks_empty_while_a_newer_step_takes_the_place_of_the_only_one(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
 
     class Overtaken(LocalStore):
         """Between the list of folders and the look into the first, a newer step is saved and the older one removed."""
 
         def list(self, prefix):
             if keeper.latest() < 4:
-                keeper.save(keeper.latest() + 1, state(4))
+                keeper.save(state(4), keeper.latest() + 1)
             return super().list(prefix)
 
     assert Checkpointer(Overtaken(tmp_path)).latest() == 4
@@ -627,7 +619,7 @@ def test_a_root_never_looks_empty_while_a_newer_step_takes_the_place_of_the_only
 
 def test_readers_see_whole_checkpoints_while_steps_come_and_go(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
-    keeper.save(0, state(0))
+    keeper.save(state(0), 0)
     done, problems = threading.Event(), []
     opened, gone = [0], [0]
 
@@ -673,7 +665,7 @@ def test_readers_see_whole_checkpoints_while_steps_come_and_go(tmp_path):
     step = 0
     while opened[0] < 300 and step < 3000 and not problems:
         step += 1
-        keeper.save(step, state(step))
+        keeper.save(state(step), step)
     done.set()
     for thread in threads:
         thread.join()
@@ -699,8 +691,8 @@ def test_ranks_save_remove_and_restore_the_same_steps(tmp_path, world):
         keeper = Checkpointer(tmp_path, keep_last=2, keep_best=1, best="loss", process_group=comm)
         assert keeper.restore(sharded(0, comm.rank, world)[0], default=-1) == -1
         for step in range(1, 6):
-            metrics = {"loss": abs(step - 2)} if comm.rank == comm.lead else None
-            keeper.save(step, sharded(step, comm.rank, world)[0], metrics=metrics)
+            metrics = {"loss": abs(step - 2)} if comm.rank == comm.coordinator else None
+            keeper.save(sharded(step, comm.rank, world)[0], step, metrics=metrics)
             assert keeper.latest() == step
         assert keeper.steps() == [2, 4, 5]
         found, local = sharded(0, comm.rank, world)
@@ -715,7 +707,7 @@ def test_damage_in_one_ranks_file_takes_all_ranks_to_the_same_older_step(tmp_pat
     def save(comm):
         keeper = Checkpointer(tmp_path, process_group=comm)
         for step in (1, 2, 3):
-            keeper.save(step, sharded(step, comm.rank, world)[0])
+            keeper.save(sharded(step, comm.rank, world)[0], step)
 
     def restore(comm):
         keeper = Checkpointer(tmp_path, process_group=comm)
@@ -736,7 +728,7 @@ def test_errors_reach_all_ranks(tmp_path):
         keeper = Checkpointer(tmp_path, process_group=comm)
         errors = []
         for call in (
-            lambda: keeper.save(1, state(1), metrics={"loss": "low"} if comm.rank == comm.lead else None),
+            lambda: keeper.save(state(1), 1, metrics={"loss": "low"} if comm.rank == comm.coordinator else None),
             lambda: keeper.restore(state(0)),
             lambda: keeper.remove(3),
             lambda: keeper.restore(state(0), step=3),
@@ -744,7 +736,7 @@ def test_errors_reach_all_ranks(tmp_path):
             with pytest.raises(milepost.CheckpointError) as caught:
                 call()
             errors.append(type(caught.value))
-        keeper.save(1, state(1))
+        keeper.save(state(1), 1)
         return errors
 
     expected = [InvalidRequest, CheckpointNotFound, CheckpointNotFound, CheckpointNotFound]
@@ -759,7 +751,7 @@ def test_what_the_ranks_say_to_each_other_does_not_pile_up(tmp_path):
         keeper = Checkpointer(tmp_path, keep_last=1, process_group=comm)
         counts = []
         for step in range(6):
-            keeper.save(step, state(step))
+            keeper.save(state(step), step)
             counts.append(len(comm._board._notes))
         return counts
 
@@ -770,7 +762,7 @@ def test_what_the_ranks_say_to_each_other_does_not_pile_up(tmp_path):
 def real_work(rank, root):
     keeper = Checkpointer(root, keep_last=2)
     for step in (10, 20, 30):
-        keeper.save(step, sharded(step, rank, 2)[0])
+        keeper.save(sharded(step, rank, 2)[0], step)
     if rank == 0:
         flip(files_of(root, 30)[1])
     torch.distributed.barrier()
@@ -785,7 +777,7 @@ def test_real_ranks_fall_back_to_the_same_step(tmp_path):
 # ---- planners, storage, and who decides
 
 
-class Doubling(milepost.DefaultSavePlanner):
+class Doubling(milepost.planning.DefaultSavePlanner):
     """Takes part in the global plan, and counts."""
 
     plans = 0
@@ -799,7 +791,7 @@ class Doubling(milepost.DefaultSavePlanner):
         return found if write_item.tensor_data is None else found * 2
 
 
-class Halving(milepost.DefaultLoadPlanner):
+class Halving(milepost.planning.DefaultLoadPlanner):
     def commit_tensor(self, read_item, tensor):
         tensor.div_(2)
 
@@ -810,12 +802,12 @@ def test_planners_and_another_coordinator_are_used_for_every_step(tmp_path):
     def run(comm):
         state = {"w": torch.full((3,), 7.0), "step": 1}
         board = comm._board
-        other = milepost.testing.ranks.BoardComm(board, comm.rank, comm.size, 60.0, lead=1)
+        other = milepost.testing.ranks.BoardComm(board, comm.rank, comm.size, 60.0, coordinator=1)
         keeper = milepost.Checkpointer(
             tmp_path, keep_last=1, process_group=other, save_planner=Doubling(), load_planner=Halving()
         )
-        keeper.save(1, state)
-        keeper.save(2, state)
+        keeper.save(state, 1)
+        keeper.save(state, 2)
         target = {"w": torch.zeros(3), "step": 0}
         assert keeper.restore(target) == 2
         assert torch.equal(target["w"], state["w"])
@@ -828,8 +820,8 @@ def test_planners_and_another_coordinator_are_used_for_every_step(tmp_path):
 
 def test_a_checkpointer_of_storage_saves_and_loads_with_what_it_was_given(tmp_path):
     keeper = milepost.StorageCheckpointer(
-        milepost.FileSystemWriter(tmp_path),
-        milepost.FileSystemReader(tmp_path),
+        milepost.planning.CheckpointWriter(tmp_path),
+        milepost.planning.CheckpointReader(tmp_path),
         no_dist=True,
         save_planner=Doubling(),
         load_planner=Halving(),
@@ -847,7 +839,7 @@ def test_metrics_that_are_none_are_refused_on_all_ranks(tmp_path, metrics):
     def work(comm):
         keeper = milepost.Checkpointer(tmp_path, process_group=comm)
         with pytest.raises(milepost.CheckpointError, match="rank 0"):
-            keeper.save(1, {"a": torch.ones(2)}, metrics=metrics if comm.rank == 0 else None)
-        keeper.save(2, {"a": torch.ones(2)})
+            keeper.save({"a": torch.ones(2)}, 1, metrics=metrics if comm.rank == 0 else None)
+        keeper.save({"a": torch.ones(2)}, 2)
 
     run_ranks(2, work, timeout_s=20)

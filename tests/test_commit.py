@@ -36,7 +36,7 @@ def read(store):
 @pytest.mark.parametrize("after", [False, True])
 def test_a_crash_around_any_store_call_leaves_old_or_new(tmp_path, kind, earlier, after):
     def fresh(number):
-        store = milepost.MemoryStore() if kind == "memory" else LocalStore(tmp_path / f"{number}")
+        store = milepost.store.MemoryStore() if kind == "memory" else LocalStore(tmp_path / f"{number}")
         if earlier:
             milepost.save(state(1), store)
         return store
@@ -68,7 +68,7 @@ def test_a_crash_of_one_of_three_ranks_around_any_call_leaves_old_or_new(after):
     for victim in range(3):
         at = 1
         while True:
-            inner = milepost.MemoryStore()
+            inner = milepost.store.MemoryStore()
             milepost.save(state(1), inner)
             crashing = CrashingStore(inner, at, after=after)
 
@@ -143,7 +143,7 @@ def test_a_sweep_never_takes_data_from_under_a_manifest_that_is_still_there():
                     manifest = parse(self.url, generation, read_manifest(self.inner, generation))
                     assert {manifest.file_name(file.rank) for file in manifest.files} <= names
 
-    store = Watched(milepost.MemoryStore())
+    store = Watched(milepost.store.MemoryStore())
     milepost.save(state(1), store)
     milepost.save(state(2), store)
     assert store.swept == 2, "a manifest and its data"
@@ -285,7 +285,7 @@ def test_a_commit_that_cannot_be_synced_is_taken_back_and_its_data_stays(tmp_pat
 @pytest.mark.parametrize("kind", ["local", "memory"])
 def test_a_saver_that_is_overtaken_twice_is_told(tmp_path, kind):
     """The one that took its number was replaced, and its manifest swept: so that name is free again."""
-    inner = LocalStore(tmp_path) if kind == "local" else milepost.MemoryStore()
+    inner = LocalStore(tmp_path) if kind == "local" else milepost.store.MemoryStore()
 
     class Late(CountingStore):
         def before(self, number, call):
@@ -329,7 +329,7 @@ def test_a_saver_whose_manifest_is_swept_by_the_one_that_took_its_number_is_told
                 milepost.save({"n": 2}, self.inner)
                 raise FileNotFoundError("manifest-00000002.json.tmp")
 
-    inner = milepost.MemoryStore()
+    inner = milepost.store.MemoryStore()
     milepost.save({"n": 1}, inner)
     with pytest.raises(milepost.SaveConflict, match="generation 2"):
         milepost.save({"n": "late"}, Late(inner))

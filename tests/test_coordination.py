@@ -65,7 +65,7 @@ def test_a_rank_that_dies_or_is_late_in_any_step_is_named_by_all_others(tmp_path
         assert outcomes[rank] is not None, "only the victim dies"
         fine, (met, took) = outcomes[rank]
         assert fine
-        # A step in which only the lead speaks is left before anyone notices: the next one tells.
+        # A step in which only the coordinator speaks is left before anyone notices: the next one tells.
         assert f"rank {VICTIM} did not come to" in met, met
         assert took < 4, "nobody waits longer than the deadline and the grace"
     if kind == "die":
@@ -97,7 +97,7 @@ class Refusing:
 
 
 def fail_in(rank, where, victim, word):
-    place = milepost.LocalStore(where)
+    place = milepost.store.LocalStore(where)
     milepost.save(state(rank, 1), place)
     broken = Broken(place, word) if rank == victim else place
     target = state(rank, 2)

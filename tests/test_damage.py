@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import milepost
-from milepost import CheckpointDamaged, CheckpointError, MemoryStore, UnsafeCheckpoint, UnsupportedFormat
+from milepost import CheckpointDamaged, CheckpointError, UnsafeCheckpoint, UnsupportedFormat
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import ShardFile, seal
 from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
+from milepost.store import MemoryStore
 from milepost.testing import run_ranks
 
 GRID = Grid(Mesh.of((2,), range(2)), (Cut(0),))

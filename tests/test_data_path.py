@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import milepost
 from golden import make
-from milepost import CheckpointDamaged, MemoryStore, StorageError, Transfer
+from milepost import CheckpointDamaged, StorageError, Transfer
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
@@ -27,7 +27,7 @@ from milepost.core.limits import BLOCK_BYTES, KIB, MIB, PAGE_BYTES
 from milepost.core.shardfile import read_header
 from milepost.data.place import place_all, placement_of
 from milepost.data.read import Files
-from milepost.store import LocalStore
+from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore, run_ranks
 from strategies import boxes_in, examples
 

@@ -44,7 +44,7 @@ class FailingStore(CountingStore):
 
 @pytest.mark.parametrize("word", ["writer data/", "write data/", "commit data/", "create manifest", "list"])
 def test_an_error_in_any_phase_on_one_rank_is_raised_on_every_rank_and_the_old_checkpoint_stands(word):
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(3, lambda comm: milepost.save({"t": torch.ones(3)}, store, process_group=comm))
     before = dict(store.objects)
     victim = 0 if word in ("create manifest", "list") else 1
@@ -67,7 +67,7 @@ def test_an_error_in_any_phase_on_one_rank_is_raised_on_every_rank_and_the_old_c
 
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_rank_that_is_interrupted_while_it_describes_its_state_does_not_mix_two_saves(victim):
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     class Interrupted:
         def state_dict(self):
@@ -98,7 +98,7 @@ def test_a_rank_that_is_interrupted_while_it_describes_its_state_does_not_mix_tw
 
 def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays():
     """As with a folder on each machine's own disk, or with a mount that one rank lost."""
-    shared, own = milepost.MemoryStore("memory://runs"), milepost.MemoryStore("memory://runs")
+    shared, own = milepost.store.MemoryStore("memory://runs"), milepost.store.MemoryStore("memory://runs")
     milepost.save({"t": torch.ones(2)}, shared)
     before = dict(shared.objects)
 
@@ -113,7 +113,7 @@ def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays():
 
 
 def test_an_option_that_is_wrong_on_one_rank_is_told_to_all_and_its_next_save_does_not_meet_their_last():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm):
         def save(value, **options):
@@ -135,7 +135,7 @@ def test_a_save_that_is_interrupted_before_it_commits_leaves_nothing():
             if call.startswith("create manifest"):
                 raise KeyboardInterrupt
 
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"t": torch.ones(3)}, store)
     before = dict(store.objects)
     with pytest.raises(KeyboardInterrupt):
@@ -144,19 +144,21 @@ def test_a_save_that_is_interrupted_before_it_commits_leaves_nothing():
 
 
 def test_an_error_of_one_kind_keeps_its_kind_on_all_ranks():
-    errors = outcomes(2, lambda comm: milepost.load({"t": torch.zeros(1)}, milepost.MemoryStore(), process_group=comm))
+    errors = outcomes(
+        2, lambda comm: milepost.load({"t": torch.zeros(1)}, milepost.store.MemoryStore(), process_group=comm)
+    )
     assert all(isinstance(e, milepost.CheckpointNotFound) for e in errors)
     assert all(isinstance(e, FileNotFoundError) for e in errors)
 
     def bad(comm):
-        milepost.save({"f": (lambda: 0) if comm.rank else 1}, milepost.MemoryStore(), process_group=comm)
+        milepost.save({"f": (lambda: 0) if comm.rank else 1}, milepost.store.MemoryStore(), process_group=comm)
 
     errors = outcomes(2, bad)
     assert all(isinstance(e, milepost.InvalidState) and "'f' is a builtins.function" in str(e) for e in errors)
 
 
 def test_a_load_that_fails_on_one_rank_fails_on_all():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"t": torch.ones(4)}, store)
 
     class Grumpy:
@@ -174,7 +176,7 @@ def test_a_load_that_fails_on_one_rank_fails_on_all():
 
 
 def test_a_rank_that_never_comes_is_named_and_the_next_save_works():
-    store, later = milepost.MemoryStore("memory://1"), milepost.MemoryStore("memory://2")
+    store, later = milepost.store.MemoryStore("memory://1"), milepost.store.MemoryStore("memory://2")
     first = threading.Event()
 
     def work(comm):
@@ -203,7 +205,7 @@ def test_a_rank_that_never_comes_is_named_and_the_next_save_works():
 
 
 def test_values_that_differ_between_ranks_are_an_error_or_a_warning():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm, **options):
         milepost.save({"lr": 0.1 * (comm.rank // 2), "same": 1}, store, process_group=comm, **options)
@@ -220,7 +222,7 @@ def test_values_that_differ_between_ranks_are_an_error_or_a_warning():
 
 @pytest.mark.parametrize("size", [3, 1 << 20])
 def test_replicas_that_differ_are_an_error_or_one_ranks_whole(size):
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm, **options):
         tensor = torch.zeros(size)
@@ -243,7 +245,7 @@ def test_one_key_described_in_two_ways_names_key_and_ranks():
             "w": torch.zeros(2 + comm.rank // 2),
             "d": torch.zeros(1, dtype=[torch.float32, torch.int8][comm.rank % 2]),
         }
-        milepost.save(state, milepost.MemoryStore(), process_group=comm)
+        milepost.save(state, milepost.store.MemoryStore(), process_group=comm)
 
     for error in outcomes(4, work):
         assert isinstance(error, milepost.RanksDisagree)
@@ -257,7 +259,7 @@ def test_boxes_that_overlap_or_leave_holes_are_refused():
             "hole": milepost.Sharded((9,), {(4 * comm.rank,): torch.zeros(4)}),
             "overlap": milepost.Sharded((7,), {(3 * comm.rank,): torch.zeros(4)}),
         }
-        milepost.save(state, milepost.MemoryStore(), process_group=comm)
+        milepost.save(state, milepost.store.MemoryStore(), process_group=comm)
 
     for error in outcomes(2, work):
         assert isinstance(error, milepost.RanksDisagree)
@@ -274,7 +276,7 @@ def private_state(rank):
 
 
 def test_each_rank_gets_its_own_private_state_back():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(3, lambda comm: milepost.save(private_state(comm.rank), store, process_group=comm))
 
     def work(comm):
@@ -290,7 +292,7 @@ def test_each_rank_gets_its_own_private_state_back():
 
 
 def test_private_state_on_another_number_of_ranks_explains_itself_or_is_remapped():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(3, lambda comm: milepost.save(private_state(comm.rank), store, process_group=comm))
 
     def plain(comm):
@@ -313,7 +315,7 @@ def test_private_state_on_another_number_of_ranks_explains_itself_or_is_remapped
 
 
 def test_a_stateful_object_may_be_rank_private():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     class Loader:
         def __init__(self, position):
@@ -336,7 +338,7 @@ def test_a_stateful_object_may_be_rank_private():
 
 
 def test_with_and_without_per_rank_do_not_mix():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"a": milepost.PerRank(1), "b": 2}, store)
     with pytest.raises(milepost.StateMismatch, match=r"(?s)'a': saved with PerRank.*'b': saved without PerRank"):
         milepost.load({"a": 0, "b": milepost.PerRank(0)}, store)

@@ -17,21 +17,12 @@ from torch.futures import Future
 
 import milepost
 import milepost.dcp
-from milepost import (
-    CheckpointDamaged,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    FileSystemReader,
-    FileSystemWriter,
-    InvalidRequest,
-    InvalidState,
-    MemoryStore,
-    StorageError,
-    WriteResult,
-)
+from milepost import CheckpointDamaged, InvalidRequest, InvalidState, StorageError
 from milepost.comm import Phase
 from milepost.comm.distributed import ranks_of
+from milepost.planning import CheckpointReader, CheckpointWriter, DefaultLoadPlanner, DefaultSavePlanner, WriteResult
 from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
+from milepost.store import MemoryStore
 from milepost.testing import run_ranks
 from ranks import spawn
 
@@ -128,7 +119,7 @@ def test_plans_are_gathered_only_where_someone_wants_to_see_them():
                 def index_of(self, rank):
                     return comm.index_of(rank)
 
-                rank, size, lead, group = comm.rank, comm.size, comm.lead, comm.group
+                rank, size, coordinator, group = comm.rank, comm.size, comm.coordinator, comm.group
 
             state = {f"t{i}": torch.ones(4) for i in range(200)}
             milepost.save(state, store, planner=planner(), process_group=Watched())
@@ -202,10 +193,10 @@ def test_data_that_a_planner_sends_with_its_local_plan_is_not_lost(module):
         if module == "milepost":
             milepost.save(state, store, planner=planner, process_group=comm)
         else:
-            milepost.dcp.save(state, storage_writer=FileSystemWriter(store), planner=planner, process_group=comm)
+            milepost.dcp.save(state, storage_writer=CheckpointWriter(store), planner=planner, process_group=comm)
 
     run_ranks(3, save)
-    found = FileSystemReader(store).read_metadata().planner_data
+    found = CheckpointReader(store).read_metadata().planner_data
     assert (found["note 0"], found["note 1"]) == (5, 5)
     assert torch.equal(milepost.open(store)["a"].read(), torch.ones(3))
 
@@ -299,7 +290,7 @@ class Shelf:
         self.data, self.metadata, self.calls = {}, None, []
 
 
-class ShelfWriter(milepost.StorageWriter):
+class ShelfWriter(milepost.planning.StorageWriter):
     def __init__(self, shelf):
         self.shelf = shelf
 
@@ -338,7 +329,7 @@ class ShelfWriter(milepost.StorageWriter):
         return True
 
 
-class ShelfReader(milepost.StorageReader):
+class ShelfReader(milepost.planning.StorageReader):
     def __init__(self, shelf):
         self.shelf = shelf
 
@@ -404,13 +395,13 @@ def _with_torch(rank, folder):
     state = {"w": torch.arange(6.0), "n": {"v": [1, "x"]}, "lr": 0.5}
     zero = {"w": torch.zeros(6), "n": {"v": []}, "lr": 0.0}
     # Our functions, torch's storage; torch's functions read it.
-    milepost.save(state, f"{folder}/theirs", storage_writer=torch_dcp.FileSystemWriter(f"{folder}/theirs"))
+    milepost.save(state, f"{folder}/theirs", storage_writer=torch_dcp.CheckpointWriter(f"{folder}/theirs"))
     found = {"w": torch.zeros(6), "n": {"v": []}, "lr": 0.0}
     torch_dcp.load(found, checkpoint_id=f"{folder}/theirs")
     assert torch.equal(found["w"], state["w"])
     assert (found["n"], found["lr"]) == (state["n"], 0.5)
     found = dict(zero, w=torch.zeros(6))
-    milepost.load(found, f"{folder}/theirs", storage_reader=torch_dcp.FileSystemReader(f"{folder}/theirs"))
+    milepost.load(found, f"{folder}/theirs", storage_reader=torch_dcp.CheckpointReader(f"{folder}/theirs"))
     assert torch.equal(found["w"], state["w"])
     # Torch's functions, our storage; our functions read it.
     for turn in range(3):
@@ -441,7 +432,7 @@ def test_torchs_functions_storage_and_planners_mix_with_ours_on_two_ranks(tmp_pa
 # ---- stream transforms, and bytes of the planner's own
 
 
-class Rot(milepost.StreamTransformExtension):
+class Rot(milepost.planning.StreamTransformExtension):
     """Adds one to every byte, and remembers nothing."""
 
     @staticmethod
@@ -472,12 +463,12 @@ class Rot(milepost.StreamTransformExtension):
 @pytest.mark.parametrize("order", [["zstd"], ["rot"], ["zstd", "rot"], ["rot", "zstd"]])
 def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, monkeypatch, order):
     monkeypatch.setitem(milepost.data.transforms.REGISTRY.extensions, "rot@tests", Rot)
-    kinds = {"zstd": milepost.ZStandard, "rot": Rot}
+    kinds = {"zstd": milepost.planning.ZStandard, "rot": Rot}
     run_ranks(
         2,
         lambda comm: milepost.save(
             state_of(comm.rank, 2),
-            storage_writer=FileSystemWriter(tmp_path, _extensions=[kinds[name]() for name in order]),
+            storage_writer=CheckpointWriter(tmp_path, _extensions=[kinds[name]() for name in order]),
             process_group=comm,
         ),
     )
@@ -495,10 +486,10 @@ def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, mon
         monkeypatch.delitem(milepost.data.transforms.REGISTRY.extensions, "rot@tests")
         with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
             milepost.load(blank(), tmp_path)
-        registry = milepost.ExtensionRegistry()
+        registry = milepost.planning.ExtensionRegistry()
         registry.register(Rot)
         state = blank()
-        milepost.load(state, storage_reader=FileSystemReader(tmp_path, registry))
+        milepost.load(state, storage_reader=CheckpointReader(tmp_path, registry))
         assert_full(state)
 
 
@@ -513,7 +504,7 @@ def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_pa
             return inner
 
     state = {"w": WHOLE.clone(), "lr": 0.5}
-    writer = torch_dcp.FileSystemWriter(tmp_path, _extensions=[torch_extension.ZStandard(), Theirs()])
+    writer = torch_dcp.CheckpointWriter(tmp_path, _extensions=[torch_extension.ZStandard(), Theirs()])
     torch_dcp.save(state, storage_writer=writer, no_dist=True)
     with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
         milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
@@ -525,13 +516,13 @@ def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_pa
 
 def test_zstd_makes_it_smaller_and_a_bomb_is_refused(tmp_path, monkeypatch):
     state = {"a": torch.zeros(300_000)}
-    milepost.save(state, storage_writer=FileSystemWriter(tmp_path, _extensions=[milepost.ZStandard()]))
+    milepost.save(state, storage_writer=CheckpointWriter(tmp_path, _extensions=[milepost.planning.ZStandard()]))
     (path,) = tmp_path.glob("data/*/*")
     assert path.stat().st_size < 20_000
-    monkeypatch.setattr(milepost.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10**8)))
+    monkeypatch.setattr(milepost.planning.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10**8)))
     with pytest.raises(milepost.UnsafeCheckpoint, match="more than 1200000 bytes"):
         milepost.load({"a": torch.ones(300_000)}, tmp_path)
-    monkeypatch.setattr(milepost.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10)))
+    monkeypatch.setattr(milepost.planning.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10)))
     with pytest.raises(CheckpointDamaged, match="10 bytes"):
         milepost.load({"a": torch.ones(300_000)}, tmp_path)
 
@@ -648,10 +639,10 @@ def test_requests_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="overwrite"):
         milepost.save({"a": 1}, tmp_path, planner=Central(), overwrite=False)
     with pytest.raises(InvalidRequest, match="overwrite"):
-        milepost.save({"a": 1}, storage_writer=FileSystemWriter(tmp_path, overwrite=False))
-    assert FileSystemWriter.validate_checkpoint_id(tmp_path)
-    assert not FileSystemWriter.validate_checkpoint_id("s3://bucket/x")
-    assert FileSystemReader(tmp_path).read_metadata().state_dict_metadata.keys() == {"a"}
+        milepost.save({"a": 1}, storage_writer=CheckpointWriter(tmp_path, overwrite=False))
+    assert CheckpointWriter.validate_checkpoint_id(tmp_path)
+    assert not CheckpointWriter.validate_checkpoint_id("s3://bucket/x")
+    assert CheckpointReader(tmp_path).read_metadata().state_dict_metadata.keys() == {"a"}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -664,7 +655,7 @@ def test_planners_read_what_torch_saved_in_its_own_format(tmp_path):
     assert torch.equal(target["n"]["l"][0], torch.ones(2))
     assert (target["n"]["l"][1], target["lr"], target["flag"]) == (3, 0.5, True)
     empty = {}
-    milepost.load(empty, tmp_path, planner=milepost.EmptyStateDictLoadPlanner(keys=["n"]))
+    milepost.load(empty, tmp_path, planner=milepost.planning.EmptyStateDictLoadPlanner(keys=["n"]))
     assert list(empty) == ["n"]
 
 
@@ -719,7 +710,7 @@ def test_an_error_that_cannot_be_shown_or_has_odd_characters_still_reaches_all(t
 
 
 def test_all_ranks_load_the_checkpoint_that_the_lead_found_though_a_save_replaces_it(tmp_path):
-    class Slow(FileSystemReader):
+    class Slow(CheckpointReader):
         """On rank 1 another job replaces the checkpoint just before it is read there."""
 
         def read_metadata(self, *args, rank=0, **kwargs):
@@ -857,7 +848,7 @@ def test_ranks_whose_part_of_a_dtensor_is_empty_plan_nothing_and_nothing_is_miss
 
 def no_such_coordinator(rank, folder):
     with pytest.raises(InvalidRequest, match="one of 0 to 1, not 2"):
-        milepost.Checkpointer(folder, coordinator_rank=2).save(1, {})
+        milepost.Checkpointer(folder, coordinator_rank=2).save({}, 1)
 
 
 def test_a_coordinator_that_is_no_rank_is_refused_at_once(tmp_path):

@@ -16,8 +16,8 @@ WORLD = 4
 class Job:
     """Thread ranks that keep their plans from save to save, on one board, and count what they say."""
 
-    def __init__(self, world=WORLD, lead=0):
-        self.world, self.board, self.lead = world, MemoryBoard(), lead
+    def __init__(self, world=WORLD, coordinator=0):
+        self.world, self.board, self.coordinator = world, MemoryBoard(), coordinator
         self.plans = [milepost.Plans() for _ in range(world)]
         self.phases = []
 
@@ -27,7 +27,7 @@ class Job:
         before = self.board.count("count/0", 0)
 
         def run(rank):
-            comm = BoardComm(self.board, rank, self.world, 20, lead=self.lead)
+            comm = BoardComm(self.board, rank, self.world, 20, coordinator=self.coordinator)
             try:
                 place = store(rank) if callable(store) else store
                 results[rank] = milepost.save(
@@ -71,7 +71,7 @@ def check(store, number, dtype=torch.float32):
 
 
 def test_after_the_first_save_the_ranks_meet_once():
-    job, store = Job(), milepost.MemoryStore()
+    job, store = Job(), milepost.store.MemoryStore()
     assert job.save(state_of(1), store)[1] == 3, "starting, describing, writing"
     for number in range(2, 5):
         results, meetings = job.save(state_of(number), store)
@@ -82,7 +82,7 @@ def test_after_the_first_save_the_ranks_meet_once():
 
 @pytest.mark.parametrize("change", [{"rows": 12}, {"dtype": torch.bfloat16}, {"cut": 1}])
 def test_a_change_of_shape_dtype_or_layout_is_noticed_and_planned_anew(change):
-    job, store = Job(), milepost.MemoryStore()
+    job, store = Job(), milepost.store.MemoryStore()
     job.save(state_of(1), store)
     assert job.save(state_of(2, **change), store)[1] == 3
     check(store, 2, change.get("dtype", torch.float32))
@@ -93,7 +93,7 @@ def test_a_change_of_shape_dtype_or_layout_is_noticed_and_planned_anew(change):
 
 @pytest.mark.parametrize("changed", [0, 2])
 def test_a_change_on_one_rank_only_is_noticed_before_the_commit(changed):
-    job, store = Job(), milepost.MemoryStore()
+    job, store = Job(), milepost.store.MemoryStore()
 
     def extra(number, who):
         return lambda rank: {**state_of(number)(rank), **({"extra": torch.ones(2)} if rank == who else {})}
@@ -111,7 +111,7 @@ def test_a_change_on_one_rank_only_is_noticed_before_the_commit(changed):
 
 
 def test_two_states_saved_in_turn_do_not_evict_each_other():
-    job, one, two = Job(), milepost.MemoryStore("memory://1"), milepost.MemoryStore("memory://2")
+    job, one, two = Job(), milepost.store.MemoryStore("memory://1"), milepost.store.MemoryStore("memory://2")
     other = lambda number: lambda rank: {"optim": torch.full((5,), float(number))}  # noqa: E731
     job.save(state_of(1), one)
     job.save(other(1), two)
@@ -123,7 +123,7 @@ def test_two_states_saved_in_turn_do_not_evict_each_other():
 
 
 def test_values_that_differ_are_noticed_in_the_steady_state_too():
-    job, store = Job(), milepost.MemoryStore()
+    job, store = Job(), milepost.store.MemoryStore()
     job.save(state_of(1), store)
     results, _ = job.save(lambda rank: {**state_of(2)(rank), "step": rank // 2}, store)
     assert all(isinstance(r, milepost.RanksDisagree) for r in results)
@@ -142,7 +142,7 @@ def test_after_a_failed_save_the_steady_state_goes_on():
             if call.startswith("write data/"):
                 raise OSError(28, "No space left on device")
 
-    job, store = Job(), milepost.MemoryStore()
+    job, store = Job(), milepost.store.MemoryStore()
     job.save(state_of(1), store)
     results, _ = job.save(state_of(2), lambda rank: Full(store) if rank == 1 else store)
     assert all(isinstance(r, milepost.StorageError) and "rank 1" in str(r) for r in results)
@@ -153,14 +153,14 @@ def test_after_a_failed_save_the_steady_state_goes_on():
 
 def test_any_rank_can_commit():
     for lead in range(WORLD):
-        job, store = Job(lead=lead), milepost.MemoryStore()
+        job, store = Job(coordinator=lead), milepost.store.MemoryStore()
         for number in (1, 2):
             job.save(state_of(number), store)
             check(store, number)
 
 
 def test_pipeline_stages_send_one_table_each_and_share_what_they_share():
-    job, store = Job(world=6), milepost.MemoryStore()
+    job, store = Job(world=6), milepost.store.MemoryStore()
 
     def stage(number):
         def of(rank):
@@ -187,12 +187,12 @@ def test_pipeline_stages_send_one_table_each_and_share_what_they_share():
 def test_the_plans_keep_what_was_used_last():
     plans = milepost.Plans(size=2)
     for size in (1, 2, 3, 2, 1):
-        milepost.save({"w": torch.zeros(size)}, milepost.MemoryStore(), plans=plans)
+        milepost.save({"w": torch.zeros(size)}, milepost.store.MemoryStore(), plans=plans)
     assert len(plans) == 2
 
 
 def test_a_hundred_ranks_save_and_load_with_explicit_boxes_and_grids():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     world = 100
     grid = Grid(Mesh.of((world,), range(world)), (Cut(0),))
 
@@ -217,7 +217,7 @@ def test_a_hundred_ranks_save_and_load_with_explicit_boxes_and_grids():
 
 
 def test_a_manifest_too_large_to_travel_is_read_by_each_rank_and_must_be_the_same():
-    store, other = milepost.MemoryStore("memory://same"), milepost.MemoryStore("memory://same")
+    store, other = milepost.store.MemoryStore("memory://same"), milepost.store.MemoryStore("memory://same")
     many = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(1000)}
     milepost.save(many, store)
     milepost.save({**many, "layers.0.weight": torch.full((1,), 9.0)}, other)

@@ -9,12 +9,12 @@ import random
 import pytest
 import torch
 
-from milepost import Checkpointer, CheckpointNotFound, MemoryStore, StorageError
+from milepost import Checkpointer, CheckpointNotFound, StorageError
 from milepost import open as open_checkpoint
 from milepost.commit.publish import REMOVED
 from milepost.core.manifest import manifest_name
 from milepost.steps.retention import finish_removal, remove_checkpoint, step_name
-from milepost.store import LocalStore, Within
+from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, UnsyncedStore
 
 
@@ -64,7 +64,7 @@ def test_a_save_over_a_step_leaves_the_old_or_the_new_and_never_a_manifest_witho
     keeper = Checkpointer(store)
     ends = [0]
     for number in (1, 2, 3):
-        keeper.save(5, state(number))
+        keeper.save(state(number), 5)
         ends.append(len(store.journal))
     seen = set()
     for at, found in states_of(store, ends[1], 2):
@@ -78,12 +78,12 @@ def test_a_save_over_a_step_leaves_the_old_or_the_new_and_never_a_manifest_witho
 def test_a_step_that_retention_removed_is_whole_or_not_listed():
     store = UnsyncedStore()
     keeper = Checkpointer(store, keep_last=1)
-    keeper.save(1, state(1))
-    keeper.save(1, state(11))  # with a sweep that nobody synced
+    keeper.save(state(1), 1)
+    keeper.save(state(11), 1)  # with a sweep that nobody synced
     first = len(store.journal)
-    keeper.save(2, state(2))
+    keeper.save(state(2), 2)
     second = len(store.journal)
-    keeper.save(3, state(3))
+    keeper.save(state(3), 3)
     seen = set()
     for at, found in states_of(store, first, 2):
         numbers = steps_in(found)
@@ -97,7 +97,7 @@ def test_a_step_that_was_removed_by_hand_is_gone_once_the_call_has_returned():
     store = UnsyncedStore()
     keeper = Checkpointer(store)
     for step in (1, 2):
-        keeper.save(step, state(step))
+        keeper.save(state(step), step)
     first = len(store.journal)
     keeper.remove(2)
     seen = set()
@@ -119,7 +119,7 @@ def test_a_removal_that_died_anywhere_and_was_finished_by_another_save_survives_
     def prepared():
         store = UnsyncedStore()
         for step in (1, 2):
-            Checkpointer(store).save(step, state(step))
+            Checkpointer(store).save(state(step), step)
         return store, len(store.journal)
 
     store, first = prepared()
@@ -130,14 +130,14 @@ def test_a_removal_that_died_anywhere_and_was_finished_by_another_save_survives_
         with pytest.raises(Crash):
             Checkpointer(store).remove(2)
         store.dies_at = None
-        Checkpointer(store).save(saved_next, state(7))
+        Checkpointer(store).save(state(7), saved_next)
         for at, found in states_of(store, dies_at, 0):
             numbers = steps_in(found)
             assert numbers[1] == 1
             assert numbers.items() <= {1: 1, 2: 2, 3: 7}.items() or numbers == {1: 1, 2: 7}
             if at == len(store.journal):
                 assert numbers[saved_next] == 7
-                Checkpointer(found, keep_last=1).save(9, state(9))
+                Checkpointer(found, keep_last=1).save(state(9), 9)
                 assert steps_in(found) == {9: 9}
 
 
@@ -149,7 +149,7 @@ def test_two_jobs_at_one_step_leave_nothing_that_is_listed_and_not_whole(what):
         at += 1
         store = UnsyncedStore()
         for step in (1, 2):
-            Checkpointer(store).save(step, state(step))
+            Checkpointer(store).save(state(step), step)
         first = len(store.journal)
         removing = Interrupted(store, at, what)
         with contextlib.suppress(CheckpointNotFound, StorageError):
@@ -171,13 +171,13 @@ class Interrupted(CountingStore):
         other = Checkpointer(self.inner)
         if number == self.at:
             with contextlib.suppress(CheckpointNotFound):
-                other.remove(2) if self.what == "remove" else other.save(2, state(7))
+                other.remove(2) if self.what == "remove" else other.save(state(7), 2)
 
 
 def test_whoever_finishes_a_removal_syncs_it_though_the_manifest_is_gone_already():
     """The one that deleted the manifest died before its sync; so a power cut could still bring it back."""
     store = UnsyncedStore()
-    Checkpointer(store).save(1, state(1))
+    Checkpointer(store).save(state(1), 1)
     place = Within(store, step_name(1))
     marker = manifest_name(1) + REMOVED
     place.create(marker, open_checkpoint(place).manifest.save_id.encode())
@@ -188,7 +188,7 @@ def test_whoever_finishes_a_removal_syncs_it_though_the_manifest_is_gone_already
 
 def test_a_removal_costs_one_sync_beside_its_marker():
     place = UnsyncedStore()
-    Checkpointer(place).save(1, state(1))
+    Checkpointer(place).save(state(1), 1)
     first = len(place.journal)
     remove_checkpoint(Within(place, step_name(1)))
     calls = [operation.call for operation in place.journal[first:]]
@@ -209,7 +209,7 @@ def test_the_data_goes_only_after_the_manifest_is_durably_gone(tmp_path, kind):
 
     store = Watched(LocalStore(tmp_path) if kind == "local" else MemoryStore())
     keeper = Checkpointer(store)
-    keeper.save(1, state(1))
+    keeper.save(state(1), 1)
     keeper.remove(1)
     assert store.deleted == (("manifest", True), ("data", False), ("manifest", False))
     assert list(store.list("")) == []

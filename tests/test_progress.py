@@ -10,9 +10,9 @@ import torch
 from rich.console import Console
 
 import milepost
-from milepost import CheckpointDamaged, MemoryStore, Progress, ProgressBar, StorageError, Transfer
+from milepost import CheckpointDamaged, Progress, ProgressBar, StorageError, Transfer
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.store import LocalStore
+from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore, run_ranks
 
 WHOLE = torch.arange(32 * BLOCK_BYTES // 4, dtype=torch.float32).view(1024, 512)
@@ -157,7 +157,7 @@ def test_only_the_lead_rank_is_told_about_its_own_part():
         state, size = parts(comm, torch.clone)
         milepost.save(state, store, process_group=comm, progress=saved, transfer=SMALL)
         milepost.load(parts(comm, torch.zeros_like)[0], store, process_group=comm, progress=loaded, transfer=SMALL)
-        if comm.rank == comm.lead:
+        if comm.rank == comm.coordinator:
             assert_told(saved, "save", "memory://lead", size)
             assert_told(loaded, "load", "memory://lead", size)
         return len(saved.told), len(loaded.told)

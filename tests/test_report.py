@@ -84,7 +84,7 @@ def test_a_modules_missing_and_unexpected_keys_are_named(tmp_path):
 
 
 def test_explain_tells_the_bytes_of_each_rank_and_who_misses_what():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"a": torch.ones(10), "b": torch.ones(6)}, store)
 
     def work(comm):
@@ -101,7 +101,7 @@ def test_explain_tells_the_bytes_of_each_rank_and_who_misses_what():
 
 
 def test_a_key_that_one_rank_wants_is_not_unexpected_on_the_others():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"a": torch.ones(1), "b": torch.full((1,), 2.0)}, store)
 
     def work(comm):

@@ -192,7 +192,7 @@ def load(store: milepost.Store, comm: Comm, drawn: list[Case]) -> None:
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_what_any_ranks_save_any_other_ranks_load_byte_for_byte(data, savers, loaders):
     drawn = [data.draw(cases(key, savers, loaders)) for key in "abc"]
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(savers, lambda comm: save(store, comm, drawn))
     run_ranks(loaders, lambda comm: load(store, comm, drawn))
     event(f"{savers} -> {loaders}")
@@ -220,7 +220,7 @@ def indices(draw: st.DrawFn, shape: Shape) -> Any:
 @given(st.data(), st.integers(1, 6))
 def test_an_open_checkpoint_reads_any_slice_of_any_tensor_without_the_ranks_that_saved_it(data, savers):
     drawn = [data.draw(cases(key, savers, 1)) for key in "ab"]
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(savers, lambda comm: save(store, comm, drawn))
     with milepost.open(store) as checkpoint:
         assert set(checkpoint) == {"a", "b", "step"}
@@ -248,7 +248,7 @@ def contiguous(tensor: torch.Tensor) -> torch.Tensor:
 @given(st.data(), st.integers(1, 4))
 def test_no_byte_is_written_twice_whatever_the_replicas(data, savers):
     drawn = [data.draw(cases(key, savers, 1)) for key in "ab"]
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(savers, lambda comm: save(store, comm, drawn))
     with milepost.open(store) as checkpoint:
         written = sum(file.size_bytes - file.header_bytes for file in checkpoint.manifest.files)
@@ -261,7 +261,7 @@ def test_no_byte_is_written_twice_whatever_the_replicas(data, savers):
 def test_tensors_of_many_blocks_and_parts_are_saved_and_loaded_byte_for_byte(data, savers, loaders):
     shape = data.draw(st.sampled_from([(600, 1100), (5, 7, 20000), (700_001,)]))
     drawn = [data.draw(cases(key, savers, loaders, shape)) for key in "ab"]
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(savers, lambda comm: save(store, comm, drawn))
     run_ranks(loaders, lambda comm: load(store, comm, drawn))
 
@@ -273,7 +273,7 @@ def test_a_tensor_is_saved_and_loaded_whatever_its_strides(data, shape, dtype):
     order = data.draw(st.permutations(range(len(shape))))
     strides = [steps[d] * (10 ** order[d]) for d in range(len(shape))]
     content = torch.arange(3 * 1112).to(dtype).as_strided(shape, strides, data.draw(st.integers(0, 2)))
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({"x": content.conj() if data.draw(st.booleans()) else content}, store)
     room = torch.zeros([3 * n for n in shape], dtype=dtype)
     target = room[
@@ -320,7 +320,7 @@ NESTED = st.recursive(
 @example({"a.b": 5, "a": {"b": 5}, "a\\.b": 5})
 def test_a_state_with_any_keys_comes_back_with_every_tensor_and_value_in_its_place(shape):
     state = filled(shape, iter(range(1, 100)))
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save(state, store)
     assert same(milepost.open(store).state(), state)
     target = filled(shape, iter([0] * 100))
@@ -348,7 +348,7 @@ def test_loading_a_part_of_a_state_never_takes_the_tensor_of_another_path(one, t
     """Where two paths read alike, a target that has only one of them must get its own tensor, or an error."""
     outer, inner = two if isinstance(two, tuple) else (two, None)
     first, second = torch.full((2,), 1.0), torch.full((2,), 2.0)
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     milepost.save({one: first, outer: second if inner is None else {inner: second}}, store)
     target = {one: torch.zeros(2)}
     try:
@@ -360,7 +360,7 @@ def test_loading_a_part_of_a_state_never_takes_the_tensor_of_another_path(one, t
 
 def test_a_key_that_json_cannot_carry_comes_back_or_is_refused_as_such():
     state = {"\ud800": torch.ones(2)}
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     try:
         milepost.save(state, store)
     except milepost.InvalidState:
@@ -369,7 +369,7 @@ def test_a_key_that_json_cannot_carry_comes_back_or_is_refused_as_such():
 
 
 def test_paths_of_two_ranks_that_read_alike_are_two_tensors_or_refused_with_both_ranks_named():
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm: Comm) -> None:
         state = {"a": {"b": torch.ones(2)}} if comm.rank else {"a.b": torch.ones(2)}
@@ -387,7 +387,7 @@ def test_paths_of_two_ranks_that_read_alike_are_two_tensors_or_refused_with_both
 
 def test_ranks_that_list_equal_boxes_in_another_order_hold_equal_replicas():
     one, two = torch.zeros(2), torch.ones(2)
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm: Comm) -> None:
         parts = {(0,): one, (2,): two} if comm.rank else {(2,): two, (0,): one}
@@ -407,7 +407,7 @@ def test_a_replica_that_differs_in_one_bit_is_an_error_that_names_the_key_and_no
     liar = data.draw(st.integers(0, 2 * world - 1))
     if not local_of(numbered(shape), grid, liar).size:
         return
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
 
     def work(comm: Comm) -> None:
         mine = take(content, local_of(numbered(shape), grid, comm.rank))

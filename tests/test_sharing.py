@@ -12,7 +12,7 @@ import milepost
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing
 from milepost.loading import share_reads
 from milepost.loading.pipeline import _pays
-from milepost.loading.report import Found
+from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import agree_to_share
 from milepost.store import LocalStore
 from ranks import spawn
@@ -216,5 +216,5 @@ def test_sharing_is_agreed_on_only_where_every_member_has_the_same_plan():
     ],
 )
 def test_replicas_share_where_it_pays_or_as_the_caller_wishes(wish, bytes_each, on_device, hosts, shared):
-    found = [Found((), {}, {}, {}, b"", bytes_each, bytes_each, on_device, bytes([i % hosts])) for i in range(4)]
+    found = [RankMatch((), {}, {}, {}, b"", bytes_each, bytes_each, on_device, bytes([i % hosts])) for i in range(4)]
     assert _pays(found, wish) is shared

@@ -31,7 +31,7 @@ def state(grid, rank):
 
 @pytest.mark.parametrize("kind", list(GRIDS))
 def test_what_is_written_said_and_kept_is_what_a_real_save_writes_says_and_keeps(kind):
-    grid, store, board = GRIDS[kind], milepost.MemoryStore(), MemoryBoard()
+    grid, store, board = GRIDS[kind], milepost.store.MemoryStore(), MemoryBoard()
     plans = [milepost.Plans() for _ in range(WORLD)]
     simulated = simulate_save(WORLD, rows(grid))
     for steady in (False, True):
@@ -59,7 +59,7 @@ def test_what_is_written_said_and_kept_is_what_a_real_save_writes_says_and_keeps
 @pytest.mark.parametrize("saved", list(GRIDS))
 @pytest.mark.parametrize("loaded", list(GRIDS))
 def test_what_each_rank_would_read_is_what_explain_says(saved, loaded):
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     run_ranks(WORLD, lambda comm: milepost.save(state(GRIDS[saved], comm.rank), store, process_group=comm))
     simulated = simulate_save(WORLD, rows(GRIDS[saved]))
     reports = run_ranks(

@@ -33,8 +33,8 @@ from milepost.errors import (
     UnsupportedFormat,
     WriterDied,
 )
-from milepost.loading.report import Report
-from milepost.store import LocalStore, MemoryStore, Store
+from milepost.loading.report import LoadReport
+from milepost.store import Store
 from milepost.version import __version__
 
 if TYPE_CHECKING:
@@ -42,44 +42,8 @@ if TYPE_CHECKING:
     from milepost.background import PendingSave
     from milepost.background.async_saving import AsyncSaver, async_save, close_async, prewarm
     from milepost.data.progress_bar import ProgressBar
-    from milepost.data.transforms import (
-        Extension,
-        ExtensionRegistry,
-        StreamTransformExtension,
-        ZStandard,
-        register_extension,
-    )
     from milepost.formats.write.convert import convert
     from milepost.formats.write.export import export_safetensors
-    from milepost.planning import (
-        BytesIOWriteData,
-        BytesStorageMetadata,
-        ChunkStorageMetadata,
-        DefaultLoadPlanner,
-        DefaultSavePlanner,
-        EmptyStateDictLoadPlanner,
-        LoadItemType,
-        LoadPlan,
-        LoadPlanner,
-        Metadata,
-        MetadataIndex,
-        ReadItem,
-        SavePlan,
-        SavePlanner,
-        StorageMeta,
-        StorageReader,
-        StorageWriter,
-        TensorProperties,
-        TensorStorageMetadata,
-        TensorWriteData,
-        WriteItem,
-        WriteItemType,
-        WriteResult,
-    )
-    from milepost.planning.storage import (
-        FileSystemReader,
-        FileSystemWriter,
-    )
     from milepost.saving.pipeline import Receipt
     from milepost.state.take_apart import PerRank, Stateful
     from milepost.state.tensors import Sharded
@@ -89,31 +53,15 @@ if TYPE_CHECKING:
 __all__ = [
     "AlreadyExists",
     "AsyncSaver",
-    "BytesIOWriteData",
-    "BytesStorageMetadata",
     "Checkpoint",
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointNotFound",
     "Checkpointer",
-    "ChunkStorageMetadata",
-    "DefaultLoadPlanner",
-    "DefaultSavePlanner",
-    "EmptyStateDictLoadPlanner",
-    "Extension",
-    "ExtensionRegistry",
-    "FileSystemReader",
-    "FileSystemWriter",
     "InvalidRequest",
     "InvalidState",
     "LazyTensor",
-    "LoadItemType",
-    "LoadPlan",
-    "LoadPlanner",
-    "LocalStore",
-    "MemoryStore",
-    "Metadata",
-    "MetadataIndex",
+    "LoadReport",
     "NotDurable",
     "PendingSave",
     "PerRank",
@@ -123,36 +71,21 @@ __all__ = [
     "ProgressBar",
     "RanksDisagree",
     "RanksMissing",
-    "ReadItem",
     "Receipt",
-    "Report",
     "SaveCancelled",
     "SaveConflict",
     "SaveInFlight",
-    "SavePlan",
-    "SavePlanner",
     "Sharded",
     "StateMismatch",
     "Stateful",
     "StorageCheckpointer",
     "StorageError",
-    "StorageMeta",
-    "StorageReader",
-    "StorageWriter",
     "Store",
-    "StreamTransformExtension",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "TensorWriteData",
     "Transfer",
     "UnsafeCheckpoint",
     "UnsupportedFormat",
     "Verification",
-    "WriteItem",
-    "WriteItemType",
-    "WriteResult",
     "WriterDied",
-    "ZStandard",
     "__version__",
     "async_save",
     "close_async",
@@ -162,7 +95,6 @@ __all__ = [
     "load",
     "open",
     "prewarm",
-    "register_extension",
     "save",
 ]
 
@@ -175,38 +107,8 @@ _WHEN_USED = {
     "PreemptionGuard": "milepost.steps.preemption",
     "convert": "milepost.formats.write.convert",
     "export_safetensors": "milepost.formats.write.export",
-    "register_extension": "milepost.data.transforms",
-    "ZStandard": "milepost.data.transforms",
-    "StreamTransformExtension": "milepost.data.transforms",
-    "ExtensionRegistry": "milepost.data.transforms",
-    "Extension": "milepost.data.transforms",
     "Checkpointer": "milepost.steps.checkpointer",
     "StorageCheckpointer": "milepost.steps.checkpointer",
-    "FileSystemWriter": "milepost.planning.storage",
-    "FileSystemReader": "milepost.planning.storage",
-    "WriteResult": "milepost.planning",
-    "WriteItemType": "milepost.planning",
-    "WriteItem": "milepost.planning",
-    "TensorWriteData": "milepost.planning",
-    "TensorStorageMetadata": "milepost.planning",
-    "TensorProperties": "milepost.planning",
-    "StorageWriter": "milepost.planning",
-    "StorageReader": "milepost.planning",
-    "StorageMeta": "milepost.planning",
-    "SavePlanner": "milepost.planning",
-    "SavePlan": "milepost.planning",
-    "ReadItem": "milepost.planning",
-    "MetadataIndex": "milepost.planning",
-    "Metadata": "milepost.planning",
-    "LoadPlanner": "milepost.planning",
-    "LoadPlan": "milepost.planning",
-    "LoadItemType": "milepost.planning",
-    "EmptyStateDictLoadPlanner": "milepost.planning",
-    "DefaultSavePlanner": "milepost.planning",
-    "DefaultLoadPlanner": "milepost.planning",
-    "ChunkStorageMetadata": "milepost.planning",
-    "BytesStorageMetadata": "milepost.planning",
-    "BytesIOWriteData": "milepost.planning",
     "ProgressBar": "milepost.data.progress_bar",
     "explain": "milepost.api",
     "load": "milepost.api",
@@ -218,10 +120,15 @@ _WHEN_USED = {
 }
 
 
+_MODULES = ("dcp", "planning", "testing")
+
+
 def __getattr__(name: str) -> object:
     """Import what needs torch (or rich) when it is first used."""
     if name in _WHEN_USED:
         return getattr(importlib.import_module(_WHEN_USED[name]), name)
+    if name in _MODULES:
+        return importlib.import_module(f"milepost.{name}")
     raise AttributeError(f"module 'milepost' has no attribute {name!r}")
 
 

@@ -9,13 +9,13 @@ from milepost.core.agreement import Plans
 from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
 from milepost.errors import InvalidRequest
 from milepost.loading.pipeline import LoadOptions, explain_state, load_state
-from milepost.loading.report import Report
-from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.loading.report import LoadReport
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.route import load_by_plans, save_by_plans
-from milepost.planning.storage import FileSystemReader, FileSystemWriter
+from milepost.planning.storage import CheckpointReader, CheckpointWriter
 from milepost.saving.pipeline import Receipt, make_options, refuse, save_state
 from milepost.state.values import Codec
-from milepost.store import Where, store_at
+from milepost.store import Location, store_at
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 def save(
     state: Any,
-    where: Where | None = None,
+    path: Location | None = None,
     *,
     planner: SavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
@@ -42,12 +42,12 @@ def save(
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Receipt:
-    """Save `state` at `where`, from every rank of the job, or from one process.
+    """Save `state` at `path`, from every rank of the job, or from one process.
 
-    Returns once the checkpoint is committed and survives power loss. Atomic: until then, whatever was at `where`
+    Returns once the checkpoint is committed and survives power loss. Atomic: until then, whatever was at `path`
     stands, also when ranks or the machine die. An error on any rank is raised on every rank, and nothing is committed.
 
-    `metadata`: a small dict of plain values to keep with it (the lead rank's counts).
+    `metadata`: a small dict of plain values to keep with it (the coordinator's counts).
     `overwrite=False`: refuse to replace a checkpoint.
     `on_difference`: what to do when values or replicas that should be equal on several ranks are not; "warn" keeps the
     lowest rank's. `compare_replicas=False` trusts that replicated tensors are equal, and saves hashing them.
@@ -55,7 +55,7 @@ def save(
     `types`: enum and dataclass types that occur in the state. `allow_pickle`: pickle what has no plain form.
     `plans`: keep one `Plans()` for all saves of a job, and a save of a structure that was saved before needs no planning.
     `host_memory_bytes`: the most that this rank uses beyond the state. `transfer`: threads and blocks, within that.
-    `progress`: called on the lead rank with a `Progress` from time to time; `ProgressBar()` draws one.
+    `progress`: called on the coordinator with a `Progress` from time to time; `ProgressBar()` draws one.
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
     `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
     """
@@ -77,21 +77,21 @@ def save(
         )
     except InvalidRequest as error:
         if not by_plans:
-            refuse(store_at(_given(where)), comm, error)  # the options of other ranks may be right
+            refuse(store_at(_given(path)), comm, error)  # the options of other ranks may be right
         raise
     if not by_plans:
-        return save_state(state, store_at(_given(where)), comm, options)
+        return save_state(state, store_at(_given(path)), comm, options)
     if storage_writer is None:
-        storage_writer = FileSystemWriter(
-            _given(where), overwrite=overwrite, metadata=metadata, transfer=options.transfer, progress=progress
+        storage_writer = CheckpointWriter(
+            _given(path), overwrite=overwrite, metadata=metadata, transfer=options.transfer, progress=progress
         )
-    storage_writer.reset(where)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
+    storage_writer.reset(path)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
     return save_by_plans(state, storage_writer, planner, comm, options)
 
 
 def load(
     state: Any,
-    where: Where | None = None,
+    path: Location | None = None,
     *,
     planner: LoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
@@ -109,7 +109,7 @@ def load(
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
 ) -> Any:
-    """Load the checkpoint at `where` into `state`, in place, on any number of ranks and any mesh. Gives `state` back.
+    """Load the checkpoint at `path` into `state`, in place, on any number of ranks and any mesh. Gives `state` back.
 
     Tensors are filled where they are, dicts and lists get their values, stateful objects get `load_state_dict`.
     Every byte is verified. All differences between checkpoint and state are raised at once, before anything is
@@ -137,27 +137,27 @@ def load(
     )
     comm = ranks_of(process_group, timeout_s)
     if planner is None and storage_reader is None:
-        return load_state(state, store_at(_given(where)), comm, options)
+        return load_state(state, store_at(_given(path)), comm, options)
     if storage_reader is None:
-        storage_reader = FileSystemReader(_given(where), verify=verify, transfer=options.transfer, progress=progress)
-    storage_reader.reset(where)  # type: ignore[arg-type]  # whoever passes a reader passes a place that it knows
+        storage_reader = CheckpointReader(_given(path), verify=verify, transfer=options.transfer, progress=progress)
+    storage_reader.reset(path)  # type: ignore[arg-type]  # whoever passes a reader passes a place that it knows
     return load_by_plans(state, storage_reader, planner, comm)
 
 
-def _given(where: Where | None) -> Where:
-    if where is None:
+def _given(path: Location | None) -> Location:
+    if path is None:
         raise InvalidRequest("say where: a path, a URL or a Store")
-    return where
+    return path
 
 
 def explain(
     state: Any,
-    where: Where,
+    path: Location,
     *,
     types: Iterable[type] = (),
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
-) -> Report:
+) -> LoadReport:
     """What `load` would find: every difference, and the bytes that each rank would read. Reads no data, changes nothing."""
     options = LoadOptions(Codec(types), convert_dtype=True)
-    return explain_state(state, store_at(where), ranks_of(process_group, timeout_s), options)
+    return explain_state(state, store_at(path), ranks_of(process_group, timeout_s), options)

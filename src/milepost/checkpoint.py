@@ -18,7 +18,7 @@ from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
 from milepost.state.values import Codec
-from milepost.store import Store, Where, store_at
+from milepost.store import Location, Store, store_at
 
 if TYPE_CHECKING:
     import torch
@@ -304,10 +304,10 @@ def _one(part: Any, length: int, dim: int) -> tuple[int, int, int | slice]:
     raise TypeError(f"a lazy tensor takes integers, slices and ... as index, not {part!r}; read it first for more")
 
 
-def open_checkpoint(where: Where, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Checkpoint:
-    """Open the newest checkpoint at `where`: its keys, values and metadata now, its tensors when they are asked for.
+def open_checkpoint(path: Location, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Checkpoint:
+    """Open the newest checkpoint at `path`: its keys, values and metadata now, its tensors when they are asked for.
 
     Needs no process group and no GPU, and runs nothing from the checkpoint. Raises CheckpointNotFound, or
     CheckpointDamaged if the manifest is not what was saved. `types` and `allow_pickle` are as for `save`.
     """
-    return Checkpoint(store_at(where), Codec(types, allow_pickle))
+    return Checkpoint(store_at(path), Codec(types, allow_pickle))

@@ -30,7 +30,7 @@ def test_any_rank_can_lead():
     heard = {}
 
     def work(rank, lead):
-        comm = BoardComm(board, rank, 4, 10, lead=lead)
+        comm = BoardComm(board, rank, 4, 10, coordinator=lead)
         note = told(comm, phase("telling"), lambda: f"from {lead}".encode())
         heard[rank] = note, together(comm, phase("meeting"), lambda: bytes([rank]), b"".join)
 

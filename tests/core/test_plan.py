@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.core.box import Box
-from milepost.core.division import WriteItem, read_plan, share_out, written_by
+from milepost.core.division import PlannedWrite, read_plan, share_out, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Layout, Mesh, Whole
 from milepost.core.limits import MIB
@@ -39,7 +39,7 @@ def planned(draw: st.DrawFn, world: int) -> Planned:
     return tensors, found
 
 
-def items_of(rank: int, plan: Planned) -> list[WriteItem]:
+def items_of(rank: int, plan: Planned) -> list[PlannedWrite]:
     tensors, found = plan
     return [item for tensor in tensors for item in written_by(tensor, found[tensor.layout], rank)]
 
@@ -50,7 +50,7 @@ def manifest_of(world: int, plan: Planned) -> Manifest:
     return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, layouts=found, tensors=tensors, **empty)
 
 
-def bytes_of(item: WriteItem) -> int:
+def bytes_of(item: PlannedWrite) -> int:
     return item.box.elements * DTYPES[item.dtype].size_bytes
 
 

@@ -177,7 +177,7 @@ class Harmful:
 @pytest.mark.parametrize("protocol", [0, 4])
 def test_bytes_that_are_a_harmful_pickle_are_not_run_by_torchs_planner(tmp_path, capsys, protocol):
     state = {"x": io.BytesIO(pickle.dumps(Harmful(), protocol)), "n": 1}
-    milepost.save(state, tmp_path, planner=milepost.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
+    milepost.save(state, tmp_path, planner=milepost.planning.DefaultSavePlanner(dedup_save_to_lowest_rank=True))
     for load in (
         lambda: torch_dcp.load({"x": 0, "n": 0}, storage_reader=MilepostReader(tmp_path)),
         lambda: milepost.dcp.load({"x": 0}, checkpoint_id=tmp_path, planner=torch_dcp.DefaultLoadPlanner()),

@@ -144,7 +144,10 @@ def test_compressed_tensors_are_converted(tmp_path):
     pytest.importorskip("zstandard")
     state = {"a": torch.arange(600_000.0).view(600, 1000), "b": torch.ones(3)}
     milepost.save(
-        state, storage_writer=milepost.FileSystemWriter(tmp_path / "source", _extensions=[milepost.ZStandard()])
+        state,
+        storage_writer=milepost.planning.CheckpointWriter(
+            tmp_path / "source", _extensions=[milepost.planning.ZStandard()]
+        ),
     )
     for to in FORMATS:
         milepost.convert(tmp_path / "source", tmp_path / to, to, transfer=milepost.Transfer(2, 64 * 1024))

@@ -345,7 +345,7 @@ def test_safetensors_are_listed_without_torch(tmp_path):
 def test_a_store_in_memory_holds_other_formats_too():
     buffer = io.BytesIO()
     torch.save({"w": torch.ones(3)}, buffer)
-    store = milepost.MemoryStore()
+    store = milepost.store.MemoryStore()
     from safetensors.torch import save
 
     store.create("model.safetensors", save({"w": torch.ones(3)}))

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.errors import UnsafeCheckpoint
-from milepost.formats.read.crc import Sum, Sums, combine
+from milepost.formats.read.crc import RangeSum, Sums, combine
 from milepost.formats.read.pickles import BadPickle, Maker, Opaque, load
 
 NAMES = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
@@ -88,6 +88,6 @@ def test_sums_of_pieces_in_any_order_are_the_sum_of_the_whole(data, cuts, random
     random.shuffle(parts)
     for crc, right in ((zlib.crc32(data), True), (zlib.crc32(data) ^ 1, False)):
         sums = Sums()
-        sums.add(Sum(1000, 1000 + len(data), crc, "it"))
+        sums.add(RangeSum(1000, 1000 + len(data), crc, "it"))
         damaged = [one for a, b in parts for one in sums.damaged(1000 + a, [memoryview(bytearray(data[a:b]))])]
         assert len(damaged) == (0 if right or not data else 1)

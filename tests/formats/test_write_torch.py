@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.formats.write.content import Late
-from milepost.formats.write.zip import Archive, crc_of_both
+from milepost.formats.write.content import LateBox
+from milepost.formats.write.zip import ArchiveLayout, crc_of_both
 
 
 def random_bits(dtype, *shape):
@@ -130,9 +130,9 @@ def test_files_over_four_gib_are_laid_out_as_torch_does(tmp_path):
         torch.save(tensors, tmp_path / "archive.pt")  # with holes where the data would be
     with zipfile.ZipFile(tmp_path / "archive.pt") as theirs:
         pickled = theirs.read("archive/data.pkl")
-        ours = Archive(0, pickled, [Late(None, "", "uint8", Box.whole((size,))) for size in sizes])
+        ours = ArchiveLayout(0, pickled, [LateBox(None, "", "uint8", Box.whole((size,))) for size in sizes])
         assert ours.size_bytes == (tmp_path / "archive.pt").stat().st_size
-        starts = {piece.start: 0 for piece in ours.pieces if isinstance(piece.data, Late)}
+        starts = {piece.start: 0 for piece in ours.pieces if isinstance(piece.data, LateBox)}
         with (tmp_path / "archive.pt").open("r+b") as file:
             for start in starts:
                 at, data = ours.descriptor(start, 0)

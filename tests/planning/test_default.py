@@ -15,19 +15,15 @@ from torch.distributed.checkpoint import _nested_dict as torch_nested
 from torch.distributed.checkpoint import _traverse as torch_traverse
 
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint, UnsupportedFormat
-from milepost.planning import (
-    BytesStorageMetadata,
+from milepost.planning.default import (
     DefaultLoadPlanner,
     DefaultSavePlanner,
     EmptyStateDictLoadPlanner,
-    LoadItemType,
-    Metadata,
-    MetadataIndex,
-    SavePlan,
-    create_default_local_metadata,
     flatten_sharded_tensors,
-    pack_value,
 )
+from milepost.planning.global_plan import create_default_local_metadata
+from milepost.planning.records import BytesStorageMetadata, LoadItemType, Metadata, MetadataIndex, SavePlan
+from milepost.planning.value_bytes import pack_value
 from milepost.state.tensors import Sharded
 from milepost.state.values import Codec
 from ranks import spawn

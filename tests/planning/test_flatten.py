@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint import _nested_dict as torch_nested
 from torch.distributed.checkpoint import _traverse as torch_traverse
 
-from milepost.planning import flatten_state_dict, get_element, set_element, traverse_state_dict, unflatten_state_dict
+from milepost.planning.flatten import (
+    flatten_state_dict,
+    get_element,
+    set_element,
+    traverse_state_dict,
+    unflatten_state_dict,
+)
 from milepost.state.tensors import Sharded
 from strategies import examples
 

@@ -14,13 +14,7 @@ from torch.distributed.checkpoint import planner as torch_planner
 from torch.distributed.checkpoint import planner_helpers as torch_helpers
 
 from milepost.core.box import Box
-from milepost.planning import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-    WriteItemType,
+from milepost.planning.items import (
     box_of,
     chunk_of,
     create_chunk_list,
@@ -31,6 +25,14 @@ from milepost.planning import (
     find_state_dict_object,
     init_state_dict,
     iterate_state_dict,
+)
+from milepost.planning.records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+    WriteItemType,
 )
 from milepost.state.tensors import Sharded
 from ranks import spawn

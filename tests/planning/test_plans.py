@@ -12,18 +12,7 @@ from torch.distributed.checkpoint import default_planner as torch_default
 from torch.distributed.checkpoint import metadata as torch_metadata
 
 from milepost.core.box import Box
-from milepost.planning import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    SavePlan,
-    TensorProperties,
-    TensorStorageMetadata,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-    chunk_of,
+from milepost.planning.global_plan import (
     compare_save_plans,
     contains_usable_plan,
     create_default_global_save_plan,
@@ -35,6 +24,19 @@ from milepost.planning import (
     merged_planner_data,
     overlapping,
     validate_global_plan,
+)
+from milepost.planning.items import chunk_of
+from milepost.planning.records import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    SavePlan,
+    TensorProperties,
+    TensorStorageMetadata,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
 )
 from strategies import boxes_in, examples, shapes, tilings
 

@@ -7,23 +7,19 @@ import torch
 from torch.distributed.checkpoint import metadata as theirs
 
 from milepost import planning
-from milepost.planning import (
+from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.records import (
     BytesIOWriteData,
     BytesStorageMetadata,
     ChunkStorageMetadata,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     Metadata,
     MetadataIndex,
     ReadItem,
     SavePlan,
-    SavePlanner,
     StorageMeta,
-    StorageReader,
-    StorageWriter,
     TensorProperties,
     TensorStorageMetadata,
     TensorWriteData,

@@ -91,14 +91,14 @@ def test_folders_in_which_something_else_lies_stay(tmp_path, monkeypatch):
 
 def test_once_something_was_created_in_it_the_folder_stays(tmp_path):
     keeper = milepost.Checkpointer(tmp_path / "run")
-    keeper.save(1, {"n": 1})
+    keeper.save({"n": 1}, 1)
     keeper.remove(1)
     assert everything_in(tmp_path) == ["run"]
 
 
 def test_a_failed_first_save_of_a_step_leaves_no_root(tmp_path, full_disk):
     with pytest.raises(milepost.StorageError):
-        milepost.Checkpointer(tmp_path / "runs" / "a").save(1, {"t": torch.ones(3)})
+        milepost.Checkpointer(tmp_path / "runs" / "a").save({"t": torch.ones(3)}, 1)
     assert everything_in(tmp_path) == []
 
 

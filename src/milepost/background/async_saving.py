@@ -16,13 +16,14 @@ from milepost.background.staging import Way
 from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.distributed import ranks_of
 from milepost.errors import InvalidRequest
-from milepost.planning import DefaultSavePlanner, SavePlanner, StorageWriter
+from milepost.planning.default import DefaultSavePlanner
+from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
 from milepost.planning.route import is_plain, noted, opened, options_with, save_by_plans
-from milepost.planning.storage import FileSystemWriter
+from milepost.planning.storage import CheckpointWriter
 from milepost.saving.describe import Described, describe
 from milepost.saving.pipeline import Receipt, SaveOptions, make_options
-from milepost.store import Where, store_at
+from milepost.store import Location, store_at
 
 _log = logging.getLogger("milepost")
 OPTIONS = frozenset(inspect.signature(make_options).parameters)
@@ -66,7 +67,7 @@ class AsyncSaver:
     def save(
         self,
         state: Any,
-        where: Where | None = None,
+        path: Location | None = None,
         *,
         stage: Way | None = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
@@ -75,7 +76,7 @@ class AsyncSaver:
         then: Callable[[Comm], None] | None = None,
         **options: Any,
     ) -> PendingSave:
-        """Begin to save `state` at `where`, from every rank. Returns when the caller may go on, as `stage` says.
+        """Begin to save `state` at `path`, from every rank. Returns when the caller may go on, as `stage` says.
 
         What is saved is the state as it is now, whatever happens to it afterwards. If an earlier save failed and nobody
         asked, its error is raised here, and nothing is saved. What goes wrong in this one is in its `result()`, the same on
@@ -93,15 +94,15 @@ class AsyncSaver:
         way: Way = self._stage if stage is None else _one_of("stage", stage, _WAYS)
         optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
         if planner is not None or storage_writer is not None:
-            return self._save_with(state, where, planner, storage_writer, made, way, optimizers, then)
-        if where is None:
+            return self._save_with(state, path, planner, storage_writer, made, way, optimizers, then)
+        if path is None:
             raise InvalidRequest("say where: a path, a URL or a Store")
-        return self._saver.save(Work(store_at(where), made, _describing(state, made), then), way, optimizers)
+        return self._saver.save(Work(store_at(path), made, _describing(state, made), then), way, optimizers)
 
     def _save_with(
         self,
         state: Any,
-        where: Where | None,
+        path: Location | None,
         planner: SavePlanner | None,
         storage_writer: StorageWriter | None,
         options: SaveOptions,
@@ -112,10 +113,10 @@ class AsyncSaver:
         from milepost.planning.torch_adapters import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
 
         if storage_writer is None:
-            if where is None:
+            if path is None:
                 raise InvalidRequest("say where: a path, a URL or a Store")
-            storage_writer = FileSystemWriter(
-                where,
+            storage_writer = CheckpointWriter(
+                path,
                 overwrite=options.overwrite,
                 metadata=options.metadata,
                 transfer=options.transfer,
@@ -125,25 +126,25 @@ class AsyncSaver:
         writer, own = adapted_writer(storage_writer), adapted_save_planner(planner) or DefaultSavePlanner()
         if is_plain(writer, own):
             assert isinstance(own, DefaultSavePlanner)
-            writer.reset(where)
+            writer.reset(path)
             options = options_with(options, own, writer)
             pending = self._saver.save(Work(writer.store, options, _describing(state, options), then), way, optimizers)
             pending.add_done_callback(lambda ended: _note(writer, ended))
             return pending
 
         def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
-            writer.reset(where)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
+            writer.reset(path)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
             receipt = save_by_plans(copied(), writer, own, comm, options)
             finish(comm, receipt.url, then)
             return receipt
 
-        place = str(where) if where is not None else place_of(writer)
+        place = str(path) if path is not None else place_of(writer)
         return self._saver.save_copied(place, lambda: copied_state(state), write)
 
-    def refuse(self, where: Where, error: BaseException) -> None:
+    def refuse(self, path: Location, error: BaseException) -> None:
         """Take part in the save that the other ranks begin, in order to fail it with this error, on all of them."""
         options = make_options()
-        self._saver.refuse(Work(store_at(where), options, _describing({}, options)), error)
+        self._saver.refuse(Work(store_at(path), options, _describing({}, options)), error)
 
     def prewarm(self, state: Any, **options: Any) -> None:
         """Make the memory that `state` needs, and start the process, so that the first save takes no longer than others.
@@ -183,7 +184,7 @@ class AsyncSaver:
             _log.error("a save in the background failed too: %s", failed, exc_info=failed)
 
 
-def _note(writer: FileSystemWriter, ended: PendingSave) -> None:
+def _note(writer: CheckpointWriter, ended: PendingSave) -> None:
     receipt = ended.receipt
     if receipt is not None:
         noted(writer, receipt)
@@ -221,19 +222,19 @@ _savers: dict[tuple[Any, str, float], AsyncSaver] = {}
 
 def async_save(
     state: Any,
-    where: Where | None = None,
+    path: Location | None = None,
     *,
     background: Background = "thread",
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
     **options: Any,
 ) -> PendingSave:
-    """Save `state` at `where` while training goes on. Returns when the state may be changed again.
+    """Save `state` at `path` while training goes on. Returns when the state may be changed again.
 
-    The same as `AsyncSaver(background=..., process_group=..., timeout_s=...).save(state, where, ...)`, with a saver that
+    The same as `AsyncSaver(background=..., process_group=..., timeout_s=...).save(state, path, ...)`, with a saver that
     is kept from call to call; see there for `stage`, `optimizer` and the other options. A save that is under way is waited for.
     """
-    return _saver_for(background, process_group, timeout_s).save(state, where, **options)
+    return _saver_for(background, process_group, timeout_s).save(state, path, **options)
 
 
 def prewarm(

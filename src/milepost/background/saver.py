@@ -232,7 +232,7 @@ class BackgroundSaver:
         return self._writers
 
     def _choose_writers(self, url: str) -> None:
-        """Use the processes that the lead uses: those that run, or, after it has lost them, new ones."""
+        """Use the processes that the coordinator uses: those that run, or, after it has lost them, new ones."""
         mine = self._starts if self._writers is not None else self._starts + 1
         phase = Phase("saving to", url, "choosing the writing processes")
         try:

@@ -45,7 +45,7 @@ class Comm(Protocol):
         """How many ranks there are."""
 
     @property
-    def lead(self) -> int:
+    def coordinator(self) -> int:
         """The rank that collects and decides; any rank can be it."""
 
     @property
@@ -57,16 +57,16 @@ class Comm(Protocol):
         """The longest that this rank waits for the others, each time."""
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Bring all payloads to the lead, in order of rank, and what it decides to everybody.
+        """Bring all payloads to the coordinator, in order of rank, and what it decides to everybody.
 
         Raises RanksMissing on every rank when ranks have not come before the deadline.
         """
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
-        """The lead's note, on every rank. Waits for the lead only; the others pass None."""
+        """The coordinator's note, on every rank. Waits for the coordinator only; the others pass None."""
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
-        """The lead's note for this rank: it has one for each, the others pass None. Waits for the lead only."""
+        """The coordinator's note for this rank: it has one for each, the others pass None. Waits for the coordinator only."""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
@@ -92,7 +92,7 @@ class Solo:
 
     rank = 0
     size = 1
-    lead = 0
+    coordinator = 0
     group: Any = None
     timeout_s = 0.0
 

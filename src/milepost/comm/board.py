@@ -1,8 +1,8 @@
 """Ranks that talk through a board: a key-value store that all of them reach.
 
-Every meeting has a number. Each rank pins its payload to the board; the lead collects them, decides, and pins the
+Every meeting has a number. Each rank pins its payload to the board; the coordinator collects them, decides, and pins the
 outcome, which the others wait for. So whoever waits can always say who has not come: those whose note is missing. If
-the deadline passes, the lead pins that instead, and everybody raises the same error. A rank that comes later finds it
+the deadline passes, the coordinator pins that instead, and everybody raises the same error. A rank that comes later finds it
 and raises too, and the next meeting finds all ranks in step again.
 
 The board is the store that the job was started with, not a process group: control traffic never meets training.
@@ -21,7 +21,7 @@ from milepost.core.ranks import show_ranks
 from milepost.errors import CheckpointError, RanksMissing
 
 _GRACE_S = 10.0
-"""How much longer than the lead the others wait at most, so that its verdict reaches them first."""
+"""How much longer than the coordinator the others wait at most, so that its verdict reaches them first."""
 _REMEMBERED = 16
 _GONE = b"\xff" * 6
 """In place of a call and step: this rank has gone for good. Fits every meeting."""
@@ -49,7 +49,7 @@ class Board(Protocol):
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the lead pins: its decision; or the ranks that did not come and where each was last seen; or odd ones out."""
+    """What the coordinator pins: its decision; or the ranks that did not come and where each was last seen; or odd ones out."""
 
     wire: bytes
     decision: bytes = b""
@@ -85,11 +85,11 @@ class BoardComm:
         size: int,
         timeout_s: float,
         index_of: Callable[[int], int | None] | None = None,
-        lead: int = 0,
+        coordinator: int = 0,
         group: Any = None,
     ) -> None:
         self._board, self._rank, self._size = board, rank, size
-        self._index_of, self._lead = index_of, lead
+        self._index_of, self._coordinator = index_of, coordinator
         self.group, self.timeout_s = group, timeout_s
         self._phases: OrderedDict[int, Phase] = OrderedDict()
 
@@ -104,9 +104,9 @@ class BoardComm:
         return self._size
 
     @property
-    def lead(self) -> int:
+    def coordinator(self) -> int:
         """The rank that collects and decides."""
-        return self._lead
+        return self._coordinator
 
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
@@ -115,33 +115,33 @@ class BoardComm:
         return global_rank if 0 <= global_rank < self._size else None
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Bring all payloads to the lead and its decision to all. Raises RanksMissing, naming ranks and phases."""
+        """Bring all payloads to the coordinator and its decision to all. Raises RanksMissing, naming ranks and phases."""
         number, early = self._enter(phase)
-        if self._rank != self._lead:
+        if self._rank != self._coordinator:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
             outcome = early or self._await(number, phase)
             if not outcome.missing:
-                self._board.remove(f"{number}/{self._rank}")  # the lead has read it
+                self._board.remove(f"{number}/{self._rank}")  # the coordinator has read it
             return self._heed(outcome, phase)
         outcome = self._collect(number, phase, payload, decide)
         self._conclude(number, outcome)
         return self._heed(outcome, phase)
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
-        """The lead's note, on every rank."""
+        """The coordinator's note, on every rank."""
         number, early = self._enter(phase)
-        if self._rank == self._lead:
+        if self._rank == self._coordinator:
             self._board.pin(f"{number}/all", Outcome(phase.wire, note or b"").pack())
             return note or b""
         return self._heed(early or self._await(number, phase, announced=True), phase)
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
-        """The lead's note for this rank, which takes it off the board."""
+        """The coordinator's note for this rank, which takes it off the board."""
         number, early = self._enter(phase)
-        if self._rank == self._lead:
+        if self._rank == self._coordinator:
             assert notes is not None
             for rank, note in enumerate(notes):
-                if rank != self._lead:
+                if rank != self._coordinator:
                     self._board.pin(f"{number}/to/{rank}", note)
             self._board.pin(f"{number}/all", Outcome(phase.wire).pack())
             return notes[self._rank]
@@ -151,9 +151,9 @@ class BoardComm:
         return found or b""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
-        """Pin this rank's payload and do not wait. A lead that leaves decides alone: nobody else collects."""
+        """Pin this rank's payload and do not wait. A coordinator that leaves decides alone: nobody else collects."""
         number = self._board.count(f"count/{self._rank}")
-        if self._rank == self._lead:
+        if self._rank == self._coordinator:
             # The notes of earlier meetings stay: others may not have read them yet.
             self._board.pin(f"{number}/all", Outcome(phase.wire, payload).pack())
         else:
@@ -171,7 +171,7 @@ class BoardComm:
         """Take part in the next call, whatever it is, with this payload alone, and never again: this rank is gone."""
         for _ in range(_PARTING_NOTES):
             number = self._board.count(f"count/{self._rank}")
-            if self._rank == self._lead:
+            if self._rank == self._coordinator:
                 self._board.pin(f"{number}/all", Outcome(_GONE, payload).pack())
             else:
                 self._board.pin(f"{number}/{self._rank}", _GONE + payload)
@@ -179,7 +179,7 @@ class BoardComm:
     def aside(self) -> "BoardComm":
         """The same ranks on a board of their own, without the process group."""
         board = self._board.aside(f"aside/{self._board.count(f'asides/{self._rank}')}")
-        return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._lead)
+        return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._coordinator)
 
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already.
@@ -188,7 +188,7 @@ class BoardComm:
         """
         while True:
             number = self._board.count(f"count/{self._rank}")
-            note = self._board.read([f"{number}/all"], 0.0)[0] if self._rank != self._lead else None
+            note = self._board.read([f"{number}/all"], 0.0)[0] if self._rank != self._coordinator else None
             early = Outcome.unpack(note) if note is not None else None
             if early is None or self._rank not in early.missing or phase.same_call(early.wire):
                 break
@@ -198,12 +198,12 @@ class BoardComm:
         return number, early
 
     def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
-        others = [rank for rank in range(self._size) if rank != self._lead]
+        others = [rank for rank in range(self._size) if rank != self._coordinator]
         notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self.timeout_s), strict=True))
         missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
             return Outcome(phase.wire, missing=missing, waited_s=self.timeout_s)
-        notes[self._lead] = phase.wire + payload
+        notes[self._coordinator] = phase.wire + payload
         packed = [notes[rank] or b"" for rank in range(self._size)]
         odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] not in (phase.wire, _GONE)}
         return Outcome(phase.wire, odd=odd) if odd else Outcome(phase.wire, decide([note[6:] for note in packed]))
@@ -223,7 +223,7 @@ class BoardComm:
                     self._board.pin(f"{earlier}/all", packed)
             return
         # Every rank has pinned this number, so it has read those before: they are done with. The ranks' own notes are
-        # removed by each of them, which takes the lead no time however many there are.
+        # removed by each of them, which takes the coordinator no time however many there are.
         for old in (number - 1, number - 2):
             self._board.remove(f"{old}/all")
 
@@ -232,24 +232,24 @@ class BoardComm:
         found = self._board.read([f"{number}/all"], waited)[0]
         if found is not None:
             return Outcome.unpack(found)
-        # The lead itself is gone: say who else has not come, where others had to.
-        others = [rank for rank in range(self._size) if rank not in (self._rank, self._lead) and not announced]
+        # The coordinator itself is gone: say who else has not come, where others had to.
+        others = [rank for rank in range(self._size) if rank not in (self._rank, self._coordinator) and not announced]
         notes = self._board.read([f"{number}/{r}" for r in others], 0.0)
-        missing = [self._lead, *(r for r, note in zip(others, notes, strict=True) if note is None)]
+        missing = [self._coordinator, *(r for r, note in zip(others, notes, strict=True) if note is None)]
         return Outcome(phase.wire, missing={r: self._last_seen(r) for r in missing}, waited_s=waited)
 
     def _heed(self, outcome: Outcome, phase: Phase) -> bytes:
         if outcome.missing:
             raise RanksMissing(_absent(outcome, phase, self._rank))
         if outcome.odd or outcome.wire not in (phase.wire, _GONE):
-            odd = outcome.odd or {self._lead: outcome.wire}
+            odd = outcome.odd or {self._coordinator: outcome.wire}
             there = ", ".join(
                 f"rank {r} is at another {'step of this call' if phase.same_call(wire) else 'call'}"
                 for r, wire in list(odd.items())[:5]
                 if r != self._rank
             )
             raise CheckpointError(
-                f"rank {self._rank} is at {phase.text!r}; {there or f'rank {self._lead} is at another call'}. "
+                f"rank {self._rank} is at {phase.text!r}; {there or f'rank {self._coordinator} is at another call'}. "
                 "Do all ranks make the same calls, in the same order, for the same place?"
             )
         return outcome.decision

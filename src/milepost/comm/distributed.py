@@ -108,10 +108,10 @@ def _reachable() -> Iterator[None]:
         ) from error
 
 
-def ranks_of(group: Any, timeout_s: float, lead: int = 0) -> Comm:
+def ranks_of(group: Any, timeout_s: float, coordinator: int = 0) -> Comm:
     """The comm for a process group, a comm, or None: the default group if there is one, else this process alone.
 
-    `lead`: the rank, counted in the group, that collects and decides.
+    `coordinator`: the rank, counted in the group, that collects and decides.
     """
     if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
         return group
@@ -123,11 +123,11 @@ def ranks_of(group: Any, timeout_s: float, lead: int = 0) -> Comm:
     members = dist.get_process_group_ranks(group)
     if len(members) == 1:
         return _Alone(members[0])
-    if not 0 <= lead < len(members):
-        raise InvalidRequest(f"the rank that decides is one of 0 to {len(members) - 1}, not {lead}")
+    if not 0 <= coordinator < len(members):
+        raise InvalidRequest(f"the rank that decides is one of 0 to {len(members) - 1}, not {coordinator}")
     positions = {rank: i for i, rank in enumerate(members)}
     size, rank = len(members), dist.get_rank(group)
-    return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, lead, group)
+    return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, coordinator, group)
 
 
 def key_value_store(address: tuple[str, int] | None) -> Any:

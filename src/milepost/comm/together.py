@@ -25,7 +25,7 @@ class Report(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What the lead answers: its decision, or the failures; equal ones are told once, with the ranks that met them."""
+    """What the coordinator answers: its decision, or the failures; equal ones are told once, with the ranks that met them."""
 
     decision: bytes = b""
     failures: tuple[tuple[str, Failure], ...] = ()
@@ -45,7 +45,7 @@ def nothing(payloads: list[bytes]) -> bytes:
 def together(
     comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = nothing
 ) -> bytes:
-    """Run `work` on every rank, `decide` on the lead with the results of all, and give its answer to every rank.
+    """Run `work` on every rank, `decide` on the coordinator with the results of all, and give its answer to every rank.
 
     If anything fails on any rank, every rank raises a CheckpointError with the failures of all; where they are of one
     kind, that kind. On the rank itself the original is its cause.
@@ -81,8 +81,8 @@ def together(
 
 
 def told(comm: Comm, phase: Phase, work: Callable[[], bytes]) -> bytes:
-    """Run `work` on the lead and give its result to every rank. Waits for nobody but the lead."""
-    if comm.rank != comm.lead:
+    """Run `work` on the coordinator and give its result to every rank. Waits for nobody but the coordinator."""
+    if comm.rank != comm.coordinator:
         return _answered(phase, comm.announce(phase, None), comm, None)
     try:
         verdict = Verdict(work())
@@ -103,8 +103,8 @@ def depart(comm: BoardComm, error: BaseException) -> None:
 
 
 def _parting(comm: Comm, failure: Failure) -> bytes:
-    """What a rank that leaves says: to the lead a report, and as the lead a verdict."""
-    if comm.rank == comm.lead:
+    """What a rank that leaves says: to the coordinator a report, and as the coordinator a verdict."""
+    if comm.rank == comm.coordinator:
         return msgspec.msgpack.encode(Verdict(failures=_grouped({comm.rank: failure})))
     return msgspec.msgpack.encode(Report(failure=failure))
 

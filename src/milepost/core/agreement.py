@@ -1,7 +1,7 @@
 """Agreements: what the ranks of a job found out about each other's tables, and the plans that follow. Pure.
 
 A rank needs to know only what concerns its own tensors: which ranks have the same table, and how the few tensors that
-other tables hold too are cut over all of them. The lead knows everything, because it writes the manifest. Both plan by
+other tables hold too are cut over all of them. The coordinator knows everything, because it writes the manifest. Both plan by
 the same rule, so nobody sends plans.
 """
 
@@ -26,14 +26,14 @@ class SharedTensor(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What the lead tells every rank: the groups of ranks with equal tables, and what these share."""
+    """What the coordinator tells every rank: the groups of ranks with equal tables, and what these share."""
 
     id: bytes
     groups: tuple[str, ...]
     shared: tuple[SharedTensor, ...] = ()
 
 
-class Plan(msgspec.Struct, frozen=True):
+class GroupPlan(msgspec.Struct, frozen=True):
     """What one group of ranks does: its tensors with parts and turns, and their layouts."""
 
     id: bytes
@@ -43,7 +43,7 @@ class Plan(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """What the lead puts into the manifest: all tensors, layouts, the tree, and who keeps private values."""
+    """What the coordinator puts into the manifest: all tensors, layouts, the tree, and who keeps private values."""
 
     groups: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -68,10 +68,10 @@ def find_terms(groups: list[tuple[str, bytes]], tables: list[Table], merged: Mer
 
 
 class Settled(msgspec.Struct, frozen=True):
-    """What the lead works out from all tables: the terms, each group's plan, and the overview."""
+    """What the coordinator works out from all tables: the terms, each group's plan, and the overview."""
 
     terms: Terms
-    plans: tuple[Plan, ...]
+    plans: tuple[GroupPlan, ...]
     overview: Overview
 
 
@@ -85,14 +85,14 @@ def settle(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged,
     return Settled(terms, tuple(plans), overview(terms, plans, merged))
 
 
-def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) -> Plan:
+def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) -> GroupPlan:
     """The plan of the ranks in `group`, which have this table."""
     shared = {s.row.key: s for s in terms.shared}
     own = [row for row in table.tensors if row.key not in shared]
     layouts: dict[str, Layout] = {row.key: row.layout or Whole(group) for row in own}
     tensors, found = share_out(own, layouts, world, spread)
     if not shared:
-        return Plan(terms.id, group, tensors, found)
+        return GroupPlan(terms.id, group, tensors, found)
     everywhere, cuts = share_out(
         [s.row for s in terms.shared], {key: s.layout for key, s in shared.items()}, world, spread
     )
@@ -102,10 +102,10 @@ def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) 
     renumbered.update(
         {t.key: msgspec.structs.replace(t, layout=index[cuts[t.layout]]) for t in everywhere if t.key in mine}
     )
-    return Plan(terms.id, group, tuple(renumbered[row.key] for row in table.tensors), tuple(index))
+    return GroupPlan(terms.id, group, tuple(renumbered[row.key] for row in table.tensors), tuple(index))
 
 
-def overview(terms: Terms, plans: list[Plan], merged: Merged) -> Overview:
+def overview(terms: Terms, plans: list[GroupPlan], merged: Merged) -> Overview:
     """Everything, for the manifest: the plans of all groups put together."""
     if len(plans) == 1:
         return Overview(terms.groups, plans[0].tensors, plans[0].layouts, merged.tree, merged.per_rank)
@@ -129,13 +129,13 @@ class Plans:
 
     def __init__(self, size: int = 16) -> None:
         self._size = size
-        self._plans: OrderedDict[tuple[bytes, int, bool], Plan] = OrderedDict()
+        self._plans: OrderedDict[tuple[bytes, int, bool], GroupPlan] = OrderedDict()
         self._overviews: OrderedDict[bytes, Overview] = OrderedDict()
 
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, digest: bytes, world: int, spread: bool) -> Plan | None:
+    def find(self, digest: bytes, world: int, spread: bool) -> GroupPlan | None:
         """The plan that was last agreed on for a table of this digest."""
         plan = self._plans.get((digest, world, spread))
         if plan is not None:
@@ -143,11 +143,11 @@ class Plans:
         return plan
 
     def overview(self, agreement: bytes) -> Overview | None:
-        """What the lead keeps for an agreement."""
+        """What the coordinator keeps for an agreement."""
         return self._overviews.get(agreement)
 
-    def keep(self, digest: bytes, world: int, spread: bool, plan: Plan, everything: Overview | None) -> None:
-        """Remember a plan, and on the lead its overview."""
+    def keep(self, digest: bytes, world: int, spread: bool, plan: GroupPlan, everything: Overview | None) -> None:
+        """Remember a plan, and on the coordinator its overview."""
         self._plans[digest, world, spread] = plan
         if everything is not None:
             self._overviews[plan.id] = everything

@@ -22,7 +22,7 @@ from milepost.core.shardfile import entry_name
 from milepost.core.table import TensorRow
 
 
-class WriteItem(msgspec.Struct, frozen=True, gc=False):
+class PlannedWrite(msgspec.Struct, frozen=True, gc=False):
     """One entry that a rank writes: `box` of the tensor `key`."""
 
     key: str
@@ -31,7 +31,7 @@ class WriteItem(msgspec.Struct, frozen=True, gc=False):
     box: Box
 
 
-class ReadItem(msgspec.Struct, frozen=True, gc=False):
+class PlannedRead(msgspec.Struct, frozen=True, gc=False):
     """One region that a rank reads: `box` of the tensor `key`, from the entry `name` (which holds `source`) of a rank's file."""
 
     key: str
@@ -117,19 +117,19 @@ def _take_turn_boxes(layout: Boxes, item_bytes: int, load: npt.NDArray[np.int64]
     return parts, 0
 
 
-def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[WriteItem]:
+def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[PlannedWrite]:
     """The entries of this tensor that `rank` writes."""
     for held in layout.held_by(tensor.shape, rank):
         place = positions(held.ranks)
         if tensor.parts == 1:
             if held.box.elements and place[rank] == tensor.turn % len(place):
                 name = entry_name(tensor.key, held.box, tensor.shape)
-                yield WriteItem(tensor.key, name, tensor.dtype, held.box)
+                yield PlannedWrite(tensor.key, name, tensor.dtype, held.box)
             continue
         count = held.box.part_count(tensor.parts)
         for j in range((place[rank] - tensor.turn) % len(place), count, len(place)):
             part = held.box.part(j, tensor.parts)
-            yield WriteItem(tensor.key, entry_name(tensor.key, part, tensor.shape), tensor.dtype, part)
+            yield PlannedWrite(tensor.key, entry_name(tensor.key, part, tensor.shape), tensor.dtype, part)
 
 
 def parts_of(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[tuple[Box, int]]:
@@ -144,18 +144,18 @@ def _many_parts(tensor: Tensor, box: Box, holders: tuple[int, ...]) -> Iterator[
         yield part, holders[(tensor.turn + j) % len(holders)]
 
 
-def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[ReadItem]:
+def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[PlannedRead]:
     """What to read for `region` of a tensor: disjoint boxes that cover it, each from one entry of one file."""
     layout = manifest.layout_of(tensor)
     if tensor.parts == 1 and isinstance(layout, Whole) and region.shape == tensor.shape:
         # As most tensors of most checkpoints that one process saved.
         holders = unpack_ranks(layout.ranks)
         name = entry_name(tensor.key, region, tensor.shape)
-        return [ReadItem(tensor.key, holders[tensor.turn % len(holders)], name, region, region)] * (
+        return [PlannedRead(tensor.key, holders[tensor.turn % len(holders)], name, region, region)] * (
             0 not in region.shape
         )
     return [
-        ReadItem(tensor.key, writer, entry_name(tensor.key, part, tensor.shape), part, wanted)
+        PlannedRead(tensor.key, writer, entry_name(tensor.key, part, tensor.shape), part, wanted)
         for held in layout.overlapping(tensor.shape, region)
         for part, writer in parts_of(tensor, held.box, held.holders)
         if (wanted := part.intersect(region)) is not None

@@ -37,7 +37,7 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-class _Notes(msgspec.Struct, frozen=True, rename={"notes": "__metadata__"}):
+class _HeaderNotes(msgspec.Struct, frozen=True, rename={"notes": "__metadata__"}):
     """The part of a header that is no entry."""
 
     notes: dict[str, str] = {}
@@ -46,7 +46,7 @@ class _Notes(msgspec.Struct, frozen=True, rename={"notes": "__metadata__"}):
 # Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
 # The notes are decoded as an entry too, which costs nothing, is thrown away, and spares a decision at each entry.
 _ENTRIES = msgspec.json.Decoder(dict[str, Entry])
-_NOTES = msgspec.json.Decoder(_Notes)
+_NOTES = msgspec.json.Decoder(_HeaderNotes)
 
 
 class NewEntry(msgspec.Struct, frozen=True, gc=False):

@@ -17,23 +17,23 @@ _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_
 )
 
 
-class Late:
+class LateTensor:
     """A tensor that is made when it is needed, and not kept: what a planner gives for an item, or a part of that."""
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         self._make = make
 
-    def __getitem__(self, inside: tuple[slice, ...]) -> "Late":
-        return Late(lambda: self.get()[inside])
+    def __getitem__(self, inside: tuple[slice, ...]) -> "LateTensor":
+        return LateTensor(lambda: self.get()[inside])
 
     def get(self) -> torch.Tensor:
         """The tensor, made anew."""
         return self._make()
 
 
-def ready(data: "torch.Tensor | Late") -> torch.Tensor:
+def ready(data: "torch.Tensor | LateTensor") -> torch.Tensor:
     """The tensor itself."""
-    return data.get() if isinstance(data, Late) else data
+    return data.get() if isinstance(data, LateTensor) else data
 
 
 def copy_bytes(to: int, source: int, count: int) -> None:

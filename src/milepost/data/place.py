@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from milepost.core.box import Box, Shape, boxes_of_run, strides_of
-from milepost.core.division import ReadItem
+from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.collection_pause import CollectionPaused
@@ -43,14 +43,14 @@ _QUIET = Transfer(direct=False)
 class Placement(msgspec.Struct, frozen=True, gc=False):
     """A planned read, the saved dtype, and the memory that takes the result. `alone`: no other rank reads the same."""
 
-    item: ReadItem
+    item: PlannedRead
     dtype: str
     target: torch.Tensor
     size_bytes: int
     alone: bool = False
 
 
-def placement_of(item: ReadItem, dtype: str, target: torch.Tensor, alone: bool = False) -> Placement:
+def placement_of(item: PlannedRead, dtype: str, target: torch.Tensor, alone: bool = False) -> Placement:
     """The read of `item` into `target`."""
     return Placement(item, dtype, target, item.box.elements * DTYPES[dtype].size_bytes, alone)
 
@@ -89,8 +89,8 @@ def place_all(
     if not transfer.direct or not _is_cold(first):
         threads = min(threads, _FROM_THE_CACHE)
 
-    def make_worker() -> Callable[[_Job], None]:
-        return _Worker(Block(size, pinned), transfer.direct, verify, meter)
+    def make_worker() -> Callable[[_ReadJob], None]:
+        return _Placer(Block(size, pinned), transfer.direct, verify, meter)
 
     run_all(chain([first], jobs), make_worker, threads, meter)
 
@@ -112,7 +112,7 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
         placement.target.copy_(wanted)
 
 
-class _Piece(NamedTuple):
+class _Span(NamedTuple):
     """One placement in its file: bytes start..stop span it, and where it lies in one run, `address` is its memory."""
 
     start: int
@@ -124,21 +124,21 @@ class _Piece(NamedTuple):
     region: "_Region | None"
 
 
-class _Job(NamedTuple):
+class _ReadJob(NamedTuple):
     """Bytes start..stop of the data of a file, and all that they hold of what is wanted."""
 
     file: VerifiedFile
     start: int
     stop: int
-    pieces: list[_Piece]
+    pieces: list[_Span]
 
 
-def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int) -> Iterator[_Job]:
+def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int) -> Iterator[_ReadJob]:
     """The reads of one file, front to back; each starts where a block does."""
     with CollectionPaused():
         pieces = sorted([_piece(file, p) for p in placements], key=itemgetter(0))
         ranges = [span for piece in pieces for span in ([piece[:2]] if piece.address else _spans(piece))]
-    following, active = 0, list[_Piece]()
+    following, active = 0, list[_Span]()
     for low, high in _merged(ranges, align, file.header.data_bytes):
         for start in range(low, high, size):
             stop = min(start + size, high)
@@ -146,10 +146,10 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
             while following < len(pieces) and pieces[following].start < stop:
                 active.append(pieces[following])
                 following += 1
-            yield _Job(file, start, stop, active)
+            yield _ReadJob(file, start, stop, active)
 
 
-def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
+def _piece(file: VerifiedFile, placement: Placement) -> _Span:
     origin, end = file.entry(placement.item, placement.dtype).data_offsets
     order = file.order(placement.item)
     if order is not None:
@@ -165,7 +165,7 @@ def _piece(file: VerifiedFile, placement: Placement) -> _Piece:
     in_one_run = stop - start == placement.size_bytes
     address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
     region = None if address else _Region(placement)
-    return _Piece(start, stop, address, origin, placement.alone and in_one_run, placement, region)
+    return _Span(start, stop, address, origin, placement.alone and in_one_run, placement, region)
 
 
 def _turned(placement: Placement, order: Shape) -> Placement:
@@ -175,11 +175,11 @@ def _turned(placement: Placement, order: Shape) -> Placement:
         return Box(tuple(box.offset[d] for d in order), tuple(box.shape[d] for d in order))
 
     item, target = placement.item, placement.target.permute(order)
-    turned = ReadItem(item.key, item.rank, item.name, turn(item.source), turn(item.box))
+    turned = PlannedRead(item.key, item.rank, item.name, turn(item.source), turn(item.box))
     return placement_of(turned, placement.dtype, target, placement.alone)
 
 
-def _spans(piece: _Piece) -> Iterator[tuple[int, int]]:
+def _spans(piece: _Span) -> Iterator[tuple[int, int]]:
     """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read over."""
     item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
     if piece.stop - piece.start <= max(piece.placement.size_bytes, _GAP):
@@ -217,19 +217,19 @@ def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tup
         yield low, high
 
 
-def _is_cold(job: _Job) -> bool:
+def _is_cold(job: _ReadJob) -> bool:
     """Whether a job should be read past the page cache: what other ranks of this machine read too had better be in it."""
     alone = all(piece.alone for piece in job.pieces)
     return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
 
 
-class _Worker:
+class _Placer:
     """Does jobs with a block of memory of its own."""
 
     def __init__(self, block: Block, direct: bool, verify: bool, meter: Meter) -> None:
         self._block, self._direct, self._verify, self._meter = block, direct, verify, meter
 
-    def __call__(self, job: _Job) -> None:
+    def __call__(self, job: _ReadJob) -> None:
         if self._direct and _is_cold(job):
             views = [self._block.view[: job.stop - job.start]]
             job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
@@ -242,10 +242,10 @@ class _Worker:
             count += self._copy(left, job)
         self._meter.add(count)
 
-    def _scatter(self, job: _Job) -> tuple[list[memoryview], list[_Piece], int]:
+    def _scatter(self, job: _ReadJob) -> tuple[list[memoryview], list[_Span], int]:
         """Where each byte of a job goes, in order; what must then be copied from the block; how much is in place."""
         views: list[memoryview] = []
-        left: list[_Piece] = []
+        left: list[_Span] = []
         at, base, placed = job.start, job.start, 0
         for piece in job.pieces:
             if not piece.address or piece.stop - piece.start < _IN_PLACE:
@@ -261,7 +261,7 @@ class _Worker:
         views.append(self._block.view[at - base : job.stop - base])
         return [view for view in views if len(view)], left, placed
 
-    def _copy(self, pieces: list[_Piece], job: _Job) -> int:
+    def _copy(self, pieces: list[_Span], job: _ReadJob) -> int:
         """Copy what a job read of some pieces from the block to their targets, and say how much that is."""
         count, block, (_, first, last, _) = 0, self._block, job
         for start, stop, address, origin, _, _, region in pieces:

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.core.box import Shape
-from milepost.core.division import ReadItem
+from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import Manifest, ShardFile
@@ -91,7 +91,7 @@ class VerifiedFile:
         self.reader.read(offset, [memoryview(buffer)])
         return bytes(buffer)
 
-    def entry(self, item: ReadItem, dtype: str) -> Entry:
+    def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
         found, kind = self.header.entries.get(item.name), DTYPES[dtype]
         if found is None or found.shape != (*item.source.shape, *kind.inner) or found.dtype != kind.stored_as:
@@ -102,14 +102,14 @@ class VerifiedFile:
             )
         return found
 
-    def packed(self, item: ReadItem) -> bytes:
+    def packed(self, item: PlannedRead) -> bytes:
         """The verified bytes of an entry that was stored through transforms. Raises CheckpointDamaged where it is none."""
         found = self.header.entries.get(item.name)
         if found is None or found.dtype != "U8" or len(found.shape) != 1:
             raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as transformed bytes")
         return self.data(*found.data_offsets)
 
-    def order(self, item: ReadItem) -> Shape | None:
+    def order(self, item: PlannedRead) -> Shape | None:
         """The dimensions from the outermost to the innermost in the file; None where that is their own order, as here."""
         del item
         return None

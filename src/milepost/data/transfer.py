@@ -64,7 +64,7 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save, load or verification is, on the lead rank and for its own part of the bytes."""
+    """How far a save, load or verification is, on the coordinator and for its own part of the bytes."""
 
     action: Literal["save", "load", "verify"]
     url: str
@@ -175,7 +175,7 @@ def run_all(
 
     The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
     """
-    queue = _Queue(jobs)
+    queue = _JobQueue(jobs)
 
     def work(watch: Callable[[], None]) -> None:
         try:
@@ -224,7 +224,7 @@ def _no_watch() -> None:
     pass
 
 
-class _Queue(Generic[J]):
+class _JobQueue(Generic[J]):
     """Hands out jobs one at a time, until there are no more or something failed."""
 
     def __init__(self, jobs: Iterator[J]) -> None:

@@ -21,7 +21,7 @@ from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
-from milepost.data.memory import Block, Late, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.data.memory import Block, LateTensor, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.errors import InvalidState
 from milepost.store import Store, Writer
@@ -32,11 +32,11 @@ _BY_REFERENCE = 64 * KIB
 """Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
 
 
-class Entry(msgspec.Struct, frozen=True, gc=False):
+class EntryToWrite(msgspec.Struct, frozen=True, gc=False):
     """An entry to write, with the memory that holds it, or what makes it. `live`: somebody waits to change that memory."""
 
     header: NewEntry
-    data: torch.Tensor | Late
+    data: torch.Tensor | LateTensor
     live: bool = False
 
 
@@ -51,7 +51,7 @@ def write_shard(
     store: Store,
     save_id: str,
     rank: int,
-    entries: list[Entry],
+    entries: list[EntryToWrite],
     transfer: Transfer,
     meter: Meter,
     released: Callable[[], None] = lambda: None,
@@ -75,7 +75,7 @@ def write_shard(
     writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
     try:
         writer.write(0, [head])
-        table = _write_blocks(writer, _Source(entries, header, transfer.block_bytes), transfer, meter, released)
+        table = _write_blocks(writer, _EntryBytes(entries, header, transfer.block_bytes), transfer, meter, released)
         writer.write(header.header_bytes + header.data_bytes, [table])
         writer.commit()
     except BaseException:
@@ -86,7 +86,7 @@ def write_shard(
 
 
 def _write_blocks(
-    writer: Writer, source: "_Source", transfer: Transfer, meter: Meter, released: Callable[[], None]
+    writer: Writer, source: "_EntryBytes", transfer: Transfer, meter: Meter, released: Callable[[], None]
 ) -> bytes:
     """Write the data and give the table of its checksums."""
     total, size = source.header.data_bytes, transfer.block_bytes
@@ -156,7 +156,7 @@ class _Gathered(msgspec.Struct, frozen=True):
 class _Made:
     """A late tensor, made once for all the blocks that it lies in, and let go with the last of them."""
 
-    def __init__(self, late: Late, blocks: int) -> None:
+    def __init__(self, late: LateTensor, blocks: int) -> None:
         self._late, self._left = late, blocks
         self._data: torch.Tensor | None = None
 
@@ -168,7 +168,7 @@ class _Made:
         return data
 
 
-def _made_for(entry: Entry, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
+def _made_for(entry: EntryToWrite, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
     if isinstance(entry.data, torch.Tensor):
         return entry.data
     start, stop = header.entries[entry.header.name].data_offsets
@@ -184,14 +184,14 @@ def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
     return ends
 
 
-class _Source:
+class _EntryBytes:
     """The data of all entries as one run of bytes."""
 
-    def __init__(self, entries: list[Entry], header: Header, block_bytes: int) -> None:
+    def __init__(self, entries: list[EntryToWrite], header: Header, block_bytes: int) -> None:
         self.header, self._block_bytes = header, block_bytes
         self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
         self.pieces = len(entries)
-        self.late = any(isinstance(entry.data, Late) for entry in entries)
+        self.late = any(isinstance(entry.data, LateTensor) for entry in entries)
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
         self._data = [_made_for(entry, header, block_bytes) for entry in entries]
         self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]

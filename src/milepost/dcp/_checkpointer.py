@@ -8,7 +8,8 @@ from milepost.dcp._engine.calls import comm_of, save_with
 from milepost.dcp._engine.turns import wait_for_turn
 from milepost.dcp.state_dict_loader import load
 from milepost.dcp.state_dict_saver import async_save
-from milepost.planning import LoadPlanner, Metadata, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.records import Metadata
 from milepost.planning.route import opened
 
 if TYPE_CHECKING:

@@ -1,6 +1,7 @@
 """What several ranks would write goes to the lowest of them."""
 
-from milepost.planning import SavePlan, dedup_save_plans
+from milepost.planning.global_plan import dedup_save_plans
+from milepost.planning.records import SavePlan
 
 __all__ = ["dedup_tensors"]
 

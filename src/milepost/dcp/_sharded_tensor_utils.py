@@ -1,5 +1,5 @@
 """ShardedTensors that wrap others."""
 
-from milepost import planning
+from milepost.planning import default
 
-_flatten_sharded_tensors = planning.flatten_sharded_tensors
+_flatten_sharded_tensors = default.flatten_sharded_tensors

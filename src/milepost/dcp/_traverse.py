@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint._traverse import print_tensor
 
-from milepost.planning import OBJ_PATH, PATH_ITEM, get_element, set_element, traverse_state_dict
+from milepost.planning.flatten import OBJ_PATH, PATH_ITEM, get_element, set_element, traverse_state_dict
 
 __all__ = ["OBJ_PATH", "PATH_ITEM", "get_element", "print_tensor", "set_element", "traverse_state_dict"]
 

@@ -2,19 +2,17 @@
 
 import torch
 
-from milepost import planning
 from milepost.core.box import Box
-from milepost.planning import (
-    ChunkStorageMetadata,
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    EmptyStateDictLoadPlanner,
-    box_of,
+from milepost.planning import global_plan
+from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
+from milepost.planning.global_plan import (
     create_default_global_load_plan,
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
 )
+from milepost.planning.items import box_of
+from milepost.planning.records import ChunkStorageMetadata
 
 __all__ = [
     "DefaultLoadPlanner",
@@ -26,8 +24,8 @@ __all__ = [
 ]
 
 _EmptyStateDictLoadPlanner = EmptyStateDictLoadPlanner
-_create_default_local_metadata = planning.create_default_local_metadata
-_validate_global_plan = planning.validate_global_plan
+_create_default_local_metadata = global_plan.create_default_local_metadata
+_validate_global_plan = global_plan.validate_global_plan
 
 
 def _check_box_overlap(box0: ChunkStorageMetadata, box1: ChunkStorageMetadata) -> bool:

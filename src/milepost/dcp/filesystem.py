@@ -29,19 +29,14 @@ from torch.futures import Future
 from milepost.core.manifest import VERSION
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
 from milepost.errors import CheckpointError
-from milepost.planning import (
-    DefaultLoadPlanner,
-    LoadPlan,
-    LoadPlanner,
-    ReadItem,
-    ValueIO,
-    WriteItem,
-    WriteResult,
-    storage,
-)
+from milepost.planning import storage
+from milepost.planning.default import DefaultLoadPlanner
+from milepost.planning.protocol import LoadPlanner
+from milepost.planning.records import LoadPlan, ReadItem, WriteItem, WriteResult
 from milepost.planning.torch_records import ours, theirs
+from milepost.planning.value_bytes import ValueIO
 from milepost.state.values import Codec
-from milepost.store import Where
+from milepost.store import Location
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
@@ -49,17 +44,17 @@ DEFAULT_SUFFIX = ".safetensors"
 CURRENT_DCP_VERSION = str(VERSION)
 
 
-def _path(where: Where) -> Any:
+def _path(where: Location) -> Any:
     """A path as a Path, as DCP has it; anything else as it is."""
     return Path(where) if isinstance(where, os.PathLike) or (isinstance(where, str) and "://" not in where) else where
 
 
-class FileSystemWriter(storage.FileSystemWriter, BlockingAsyncStager):
+class FileSystemWriter(storage.CheckpointWriter, BlockingAsyncStager):
     """Writes Milepost's format. Takes DCP's options; those about files have no effect. A stager too, as DCP's is."""
 
     def __init__(
         self,
-        path: Where,
+        path: Location,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 1,
@@ -70,7 +65,7 @@ class FileSystemWriter(storage.FileSystemWriter, BlockingAsyncStager):
         serialization_format: SerializationFormat = SerializationFormat.TORCH_SAVE,
         **options: Any,
     ) -> None:
-        storage.FileSystemWriter.__init__(
+        storage.CheckpointWriter.__init__(
             self, path, thread_count=thread_count, overwrite=overwrite, _extensions=_extensions, **options
         )
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
@@ -83,17 +78,17 @@ class FileSystemWriter(storage.FileSystemWriter, BlockingAsyncStager):
         """Where it writes."""
         return self.path
 
-    def reset(self, checkpoint_id: Where | None = None) -> None:
+    def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new save."""
         super().reset(checkpoint_id)
         if checkpoint_id:
             self.path = _path(checkpoint_id)
 
 
-class FileSystemReader(storage.FileSystemReader):
+class FileSystemReader(storage.CheckpointReader):
     """Reads Milepost's format, every byte verified."""
 
-    def __init__(self, path: Where, _extension_registry: ExtensionRegistry | None = None, **options: Any) -> None:
+    def __init__(self, path: Location, _extension_registry: ExtensionRegistry | None = None, **options: Any) -> None:
         super().__init__(path, _extension_registry, **options)
         self.path = _path(path)
 
@@ -102,7 +97,7 @@ class FileSystemReader(storage.FileSystemReader):
         """Where it reads."""
         return self.path
 
-    def reset(self, checkpoint_id: Where | None = None) -> None:
+    def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new load."""
         super().reset(checkpoint_id)
         if checkpoint_id:

@@ -8,13 +8,9 @@ from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReade
 
 from milepost.comm.base import Solo
 from milepost.formats.write.convert import convert
-from milepost.planning import (
-    DefaultLoadPlanner,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-    create_chunk_list,
-)
+from milepost.planning.default import DefaultLoadPlanner
+from milepost.planning.items import create_chunk_list
+from milepost.planning.records import Metadata, TensorProperties, TensorStorageMetadata
 
 __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torch_save", "torch_save_to_dcp"]
 

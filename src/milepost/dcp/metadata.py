@@ -4,7 +4,7 @@ import os
 
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: F401  # frameworks import it
 
-from milepost.planning import (
+from milepost.planning.records import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
     BytesStorageMetadata,

@@ -4,8 +4,8 @@ from typing import Any
 
 from torch.distributed.checkpoint import optimizer as theirs
 
-from milepost.planning import LoadPlanner, StorageReader
-from milepost.planning.storage import FileSystemReader
+from milepost.planning.protocol import LoadPlanner, StorageReader
+from milepost.planning.storage import CheckpointReader
 from milepost.planning.torch_adapters import MilepostReader
 
 __all__ = ["load_sharded_optimizer_state_dict"]
@@ -19,7 +19,7 @@ def load_sharded_optimizer_state_dict(
 ) -> dict[str, Any]:
     """The optimizer's part of a checkpoint, as ShardedTensors cut like the model's. `planner` is one of torch's."""
     reader: Any = storage_reader
-    if isinstance(reader, FileSystemReader):
+    if isinstance(reader, CheckpointReader):
         reader = MilepostReader(reader.store)
     for_torch: Any = planner
     found: dict[str, Any] = theirs.load_sharded_optimizer_state_dict(model_state_dict, optimizer_key, reader, for_torch)

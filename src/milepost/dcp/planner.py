@@ -1,13 +1,12 @@
 """Plans, their items, and the two planner roles."""
 
-from milepost.planning import (
+from milepost.planning.protocol import LoadPlanner, SavePlanner
+from milepost.planning.records import (
     BytesIOWriteData,
     LoadItemType,
     LoadPlan,
-    LoadPlanner,
     ReadItem,
     SavePlan,
-    SavePlanner,
     TensorWriteData,
     WriteItem,
     WriteItemType,

@@ -5,36 +5,37 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import planner_helpers as theirs
 
-from milepost import planning
-from milepost.planning import ChunkStorageMetadata, TensorWriteData, WriteItem, create_read_items_for_chunk_list
+from milepost.planning import global_plan, items
+from milepost.planning.items import create_read_items_for_chunk_list
+from milepost.planning.records import ChunkStorageMetadata, TensorWriteData, WriteItem
 from milepost.planning.torch_records import ours
 
 __all__ = ["create_read_items_for_chunk_list"]
 
-_compare_save_plans = planning.compare_save_plans
-_contains_usable_plan = planning.contains_usable_plan
-_create_chunk_from_tensor = planning.create_chunk_from_tensor
-_create_chunk_list = planning.create_chunk_list
-_create_default_metadata_only_plan = planning.create_default_metadata_only_plan
-_create_read_item_for_byteio = planning.create_read_item_for_bytesio
-_create_read_item_for_tensor = planning.create_read_item_for_tensor
-_create_read_items = planning.create_read_items
-_create_write_item_for_bytesio = planning.create_write_item_for_bytesio
-_create_write_item_for_tensor = planning.create_write_item_for_tensor
-_create_write_items = planning.create_write_items
-_init_state_dict = planning.init_state_dict
-_iterate_state_dict = planning.iterate_state_dict
-_merge_delta_local_plans = planning.merge_delta_local_plans
+_compare_save_plans = global_plan.compare_save_plans
+_contains_usable_plan = global_plan.contains_usable_plan
+_create_chunk_from_tensor = items.create_chunk_from_tensor
+_create_chunk_list = items.create_chunk_list
+_create_default_metadata_only_plan = global_plan.create_default_metadata_only_plan
+_create_read_item_for_byteio = items.create_read_item_for_bytesio
+_create_read_item_for_tensor = items.create_read_item_for_tensor
+_create_read_items = items.create_read_items
+_create_write_item_for_bytesio = items.create_write_item_for_bytesio
+_create_write_item_for_tensor = items.create_write_item_for_tensor
+_create_write_items = items.create_write_items
+_init_state_dict = items.init_state_dict
+_iterate_state_dict = items.iterate_state_dict
+_merge_delta_local_plans = global_plan.merge_delta_local_plans
 
 
 def _create_write_items_for_dtensor(fqn: str, tensor: Any) -> WriteItem:
     """The item of a DTensor of which this rank holds one box."""
-    (item,) = planning.create_write_items_for_shards(fqn, tensor)
+    (item,) = items.create_write_items_for_shards(fqn, tensor)
     return item
 
 
 def _create_chunk_from_dtensor(tensor: Any) -> ChunkStorageMetadata:
-    (chunk,) = planning.create_chunk_list(tensor)
+    (chunk,) = items.create_chunk_list(tensor)
     return chunk
 
 

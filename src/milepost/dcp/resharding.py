@@ -1,6 +1,7 @@
 """How saved boxes and wanted boxes meet."""
 
-from milepost.planning import ChunkStorageMetadata, box_of
+from milepost.planning.items import box_of
+from milepost.planning.records import ChunkStorageMetadata
 
 __all__: list[str] = []
 

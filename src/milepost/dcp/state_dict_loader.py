@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 from milepost.dcp._engine.calls import comm_of, load_with
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.state_dict_saver import taking_storage_second
-from milepost.planning import EmptyStateDictLoadPlanner, LoadPlanner, StorageReader
+from milepost.planning.default import EmptyStateDictLoadPlanner
+from milepost.planning.protocol import LoadPlanner, StorageReader
 from milepost.planning.route import opening_and_closing
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ from milepost.dcp._engine.savers import save_in_background
 from milepost.dcp._engine.turns import earlier, enter, wait_for_turn
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
-from milepost.planning import Metadata, SavePlanner, StorageWriter
+from milepost.planning.protocol import SavePlanner, StorageWriter
+from milepost.planning.records import Metadata
 from milepost.planning.route import opened
 
 if TYPE_CHECKING:

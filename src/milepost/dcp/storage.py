@@ -1,5 +1,6 @@
 """The two storage roles."""
 
-from milepost.planning import StorageReader, StorageWriter, WriteResult
+from milepost.planning.protocol import StorageReader, StorageWriter
+from milepost.planning.records import WriteResult
 
 __all__ = ["StorageReader", "StorageWriter", "WriteResult"]

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.utils import (
 )
 
 from milepost.dcp.api import WRAPPED_EXCEPTION, CheckpointException, is_wrapped_exception, wrap_exception
-from milepost.planning import find_shard, find_state_dict_object
+from milepost.planning.items import find_shard, find_state_dict_object
 
 __all__ = ["WRAPPED_EXCEPTION", "CheckpointException", "find_state_dict_object", "find_tensor_shard"]
 

@@ -23,7 +23,7 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
 from milepost.data.place import Placement, placement_of
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
-from milepost.loading.report import Found, bits_of
+from milepost.loading.report import RankMatch, bits_of
 from milepost.loading.share_reads import SharedPart
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import (
@@ -56,14 +56,14 @@ class Target:
     manifest: Manifest
     flat: Flat
     opened: dict[Path, Any]
-    found: Found
+    found: RankMatch
     saved: dict[str, str] = field(default_factory=dict)
     placements: list[Placement] = field(default_factory=list)
     homeless: list[str] = field(default_factory=list)
     results: dict[str, Any] = field(default_factory=dict)
 
 
-class _Slot:
+class _Placeholder:
     """Stands where a value will come."""
 
 
@@ -90,7 +90,7 @@ class Matcher:
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
         placements = self._compare(flat)
-        found = Found(
+        found = RankMatch(
             tuple(self._missing),
             self._shapes,
             self._dtypes,
@@ -129,7 +129,7 @@ class Matcher:
                 return self._tensor_target(value, existing, self._tensors[node.key], inner[len(path) :])
             if node.kind == "per_rank":
                 return existing if isinstance(existing, PerRank) else PerRank(None)
-            return _Slot()
+            return _Placeholder()
 
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
         return built if self._manifest.format == FORMAT else _named_like(current, built)
@@ -137,7 +137,7 @@ class Matcher:
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
         if tensor.kind in _BYTES:
-            return _Slot()
+            return _Placeholder()
         optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         has = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
         # A buffer of another object may have grown; state of a parameter cannot, and is reported.

@@ -26,7 +26,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import LongBytes, Matcher, Target, allocate, check_world, keys_of, shared_parts
 from milepost.loading.private import read_private_values
-from milepost.loading.report import Found, Report, merge_reports
+from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
 from milepost.state.take_apart import PerRank, is_stateful
 from milepost.state.tensors import Describer
@@ -34,8 +34,8 @@ from milepost.state.values import Codec
 from milepost.store import Store
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_REPORTS = msgspec.msgpack.Decoder(Report)
-_FOUND = msgspec.msgpack.Decoder(Found)
+_REPORTS = msgspec.msgpack.Decoder(LoadReport)
+_FOUND = msgspec.msgpack.Decoder(RankMatch)
 _OFFERS = msgspec.msgpack.Decoder(dict[str, bytes])
 _SHARE = b"\0share"
 _OPENED = msgspec.msgpack.Decoder(tuple[int, bytes, bytes])
@@ -68,7 +68,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     exchanges = _share_out(target, store, comm, options) if share else []
     files = opened
     assert files is not None  # or matching would have raised what is the trouble
-    meter = Meter("load", store.url, options.progress if comm.rank == comm.lead else None)
+    meter = Meter("load", store.url, options.progress if comm.rank == comm.coordinator else None)
     applied: list[Any] = []
 
     def read() -> bytes:
@@ -102,7 +102,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     return applied[0]
 
 
-def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Report:
+def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> LoadReport:
     """The report that a load would act on, on every rank. Reads the manifest and nothing else; changes nothing."""
     opened, trouble = open_together(store, comm, "explaining")
     manifest = opened.manifest if opened is not None else None
@@ -119,7 +119,7 @@ def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) ->
 
 
 def open_together(store: Store, comm: Comm, action: str) -> tuple[Files | None, Exception | None]:
-    """The files of the newest checkpoint: the lead finds it, and all ranks load that generation (0: of another format).
+    """The files of the newest checkpoint: the coordinator finds it, and all ranks load that generation (0: of another format).
 
     Small ones travel with the announcement, larger ones are read by each rank. What goes wrong here on one rank is
     told at the next meeting.
@@ -146,7 +146,7 @@ def open_together(store: Store, comm: Comm, action: str) -> tuple[Files | None, 
         if xxhash.xxh3_64_digest(data) != digest:
             raise CheckpointDamaged(
                 f"{store.url}: rank {comm.rank} does not find the manifest of generation {generation} that rank "
-                f"{comm.lead} found. Was it replaced meanwhile, or do the ranks see different places?"
+                f"{comm.coordinator} found. Was it replaced meanwhile, or do the ranks see different places?"
             )
         return Files(store, parse(store.url, generation, data)), None
     except Exception as error:
@@ -156,11 +156,11 @@ def open_together(store: Store, comm: Comm, action: str) -> tuple[Files | None, 
 
 
 def _foreign(store: Store, comm: Comm, digest: bytes) -> Files:
-    """The files of a checkpoint in another library's format, which the lead has found."""
+    """The files of a checkpoint in another library's format, which the coordinator has found."""
     found = recognise(store)
     if found is None or found.digest != digest:
         raise CheckpointDamaged(
-            f"{store.url}: rank {comm.rank} does not find the checkpoint that rank {comm.lead} found. "
+            f"{store.url}: rank {comm.rank} does not find the checkpoint that rank {comm.coordinator} found. "
             "Was it replaced meanwhile, or do the ranks see different places?"
         )
     return found.files
@@ -177,7 +177,7 @@ def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
 
-def _merged(store: Store, manifest: Manifest, packed: list[bytes]) -> Report:
+def _merged(store: Store, manifest: Manifest, packed: list[bytes]) -> LoadReport:
     found = [_FOUND.decode(data) for data in packed]
     return merge_reports(store.url, keys_of(manifest), found)
 
@@ -210,7 +210,7 @@ def _match(
     return kept[0], answer == _SHARE
 
 
-def _pays(found: list[Found], wish: bool | None) -> bool:
+def _pays(found: list[RankMatch], wish: bool | None) -> bool:
     """Whether replicas should share the reading: one reads, and sends it to the others.
 
     That costs one trip through the network where reading again costs one through the storage. It wins where the ranks

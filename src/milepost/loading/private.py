@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from milepost.core.box import Box
-from milepost.core.division import ReadItem
+from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.manifest import Tensor, check_kind, check_leaves
 from milepost.core.private_record import Private, read_private
@@ -62,7 +62,7 @@ def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[
             raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
         read[tensor.key] = new_tensor(tensor.dtype, tensor.shape)
         if box.elements:
-            item = ReadItem(tensor.key, rank, name, box, box)
+            item = PlannedRead(tensor.key, rank, name, box, box)
             placements.append(placement_of(item, tensor.dtype, read[tensor.key]))
     place_all(files, placements)
     return {tensor.key: as_saved(read[tensor.key], tensor) for tensor in tensors}

@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"\d+")
 _SHOWN = 10
 
 
-class Found(msgspec.Struct, frozen=True):
+class RankMatch(msgspec.Struct, frozen=True):
     """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes.
 
     `shared_bytes` of them other ranks want too; `on_device` says whether those are for a device, `host` where it runs.
@@ -33,7 +33,7 @@ class Found(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class LoadReport:
     """All differences between a checkpoint and a target state, and what a load would read.
 
     Keys map to the ranks that see the difference. `shapes` and `dtypes` hold (saved, target).
@@ -128,7 +128,7 @@ def grouped(keys: Iterable[str], detail: Callable[[str], str]) -> list[str]:
     return lines
 
 
-def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
+def merge_reports(url: str, keys: list[str], found: list[RankMatch]) -> LoadReport:
     """One report for all ranks. A key is unexpected only if no rank wants it."""
     missing: dict[str, list[int]] = {}
     for rank, one in enumerate(found):
@@ -146,7 +146,7 @@ def merge_reports(url: str, keys: list[str], found: list[Found]) -> Report:
         dtypes.update(one.dtypes)
         kinds.update(one.kinds)
     ranks = {key: tuple(where) for key, where in missing.items()}
-    return Report(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found))
+    return LoadReport(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found))
 
 
 def bits_of(keys: list[str], wanted: set[str]) -> bytes:

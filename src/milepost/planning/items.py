@@ -43,7 +43,7 @@ from milepost.state.tensors import (
 )
 
 
-class _Job(Solo):
+class _JobRanks(Solo):
     """The ranks of the whole job, for describing what this one holds. Nobody meets here."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class _Job(Solo):
 
 def describer_of_job() -> Describer:
     """What tells this rank's boxes of tensors. Keep one for many tensors: it works out each kind of cut once."""
-    return Describer(_Job())
+    return Describer(_JobRanks())
 
 
 def local_tensor(value: Any, fqn: str, describer: Describer | None = None) -> LocalTensor:

@@ -13,7 +13,8 @@ from milepost.core.layout import Boxes, Held, Layout, Whole
 from milepost.core.manifest import Manifest, ShardFile, Tensor, Value, new_manifest
 from milepost.core.tree import Branch, Leaf, grow, nodes_of
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidRequest
-from milepost.planning import (
+from milepost.planning.items import box_of, chunk_of
+from milepost.planning.records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -21,8 +22,6 @@ from milepost.planning import (
     TensorProperties,
     TensorStorageMetadata,
     WriteResult,
-    box_of,
-    chunk_of,
 )
 from milepost.state.tensors import dtype_name, torch_dtype
 from milepost.state.values import Codec
@@ -42,7 +41,7 @@ class Goal:
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredItem:
     """What a rank wrote for an item: in which file of which save; or, for a value, the value as the manifest spells it."""
 
     rank: int
@@ -55,7 +54,7 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Part:
+class StoredBox:
     """Where a box of a tensor is stored."""
 
     rank: int
@@ -84,7 +83,7 @@ def make_manifest(
             tensors.append(Tensor(fqn, dtype, tuple(saved.size), number, transforms=how))
             continue
         result = stored[MetadataIndex(fqn)]
-        told: Stored = result.storage_data
+        told: StoredItem = result.storage_data
         if told.is_value:
             values.append(Value(fqn, told.value))
         else:
@@ -176,14 +175,14 @@ def _is_path(path: Any) -> bool:
 def expand(manifest: Manifest) -> Metadata:
     """The manifest as planners see it: each tensor with all its boxes, and where those are."""
     known: dict[str, Any] = {}
-    parts: dict[MetadataIndex, Part] = {}
+    parts: dict[MetadataIndex, StoredBox] = {}
     for tensor in manifest.tensors:
         if tensor.kind in ("bytes", "bytearray"):
             known[tensor.key] = BytesStorageMetadata()
             continue
         chunks: list[ChunkStorageMetadata] = []
         for read in read_plan(manifest, tensor, Box.whole(tensor.shape)):
-            parts[MetadataIndex(tensor.key, read.source.offset)] = Part(read.rank, read.name, read.source)
+            parts[MetadataIndex(tensor.key, read.source.offset)] = StoredBox(read.rank, read.name, read.source)
             chunks.append(chunk_of(read.source))
         if not chunks:  # no elements: one box without any
             chunks = [chunk_of(Box.whole(tensor.shape))]

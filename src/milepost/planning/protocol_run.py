@@ -12,17 +12,9 @@ from typing import Any
 
 from milepost.comm import Comm, Phase, together
 from milepost.errors import CheckpointError, InvalidRequest
-from milepost.planning import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    SavePlan,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-)
+from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.records import LoadPlan, Metadata, SavePlan
 
 _log = logging.getLogger("milepost")
 MakeState = Callable[[], dict[str, Any]]
@@ -34,7 +26,7 @@ def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, 
     try:
         return _save(state, writer, planner, comm)
     except Exception as error:
-        # Where the lead did not answer it may still commit, and then needs what this rank wrote.
+        # Where the coordinator did not answer it may still commit, and then needs what this rank wrote.
         if comm.size == 1 or (isinstance(error, CheckpointError) and error.failures):
             _abort(writer)
         raise
@@ -43,11 +35,11 @@ def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, 
 def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     made: list[Metadata] = []
     place = place_of(writer)
-    leads = comm.rank == comm.lead
+    is_coordinator = comm.rank == comm.coordinator
 
     def plan_here() -> bytes:
-        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=leads)
-        set_up(writer.set_up_storage_writer, leads, rank=comm.rank, use_collectives=True)
+        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
+        set_up(writer.set_up_storage_writer, is_coordinator, rank=comm.rank, use_collectives=True)
         plan = planner.create_local_plan()
         if isinstance(planner, DefaultSavePlanner):
             plan = planner.unless_unchanged(plan)
@@ -77,16 +69,16 @@ def load_planned(
 ) -> None:
     """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
     place = place_of(reader)
-    leads = comm.rank == comm.lead
-    # Where the reader can: all ranks read what the lead finds, though a save may replace it meanwhile.
+    is_coordinator = comm.rank == comm.coordinator
+    # Where the reader can: all ranks read what the coordinator finds, though a save may replace it meanwhile.
     join = getattr(reader, "open_together", None)
     if callable(join):
         join(comm)
 
     def plan_here() -> bytes:
         metadata = set_up(reader.read_metadata, rank=comm.rank)
-        set_up(planner.set_up_planner, state(), metadata=metadata, is_coordinator=leads)
-        set_up(reader.set_up_storage_reader, metadata, leads, rank=comm.rank, use_collectives=True)
+        set_up(planner.set_up_planner, state(), metadata=metadata, is_coordinator=is_coordinator)
+        set_up(reader.set_up_storage_reader, metadata, is_coordinator, rank=comm.rank, use_collectives=True)
         return _pack(reader.prepare_local_plan(planner.create_local_plan()))
 
     def plan_all(packed: list[bytes]) -> list[bytes]:
@@ -126,7 +118,7 @@ def _unpack(data: bytes) -> Any:
 
 
 def _dealt(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
-    """Bring what all ranks worked out to the lead, and to each rank what the lead decided for it."""
+    """Bring what all ranks worked out to the coordinator, and to each rank what the coordinator decided for it."""
     notes: list[bytes] = []
 
     def keep(packed: list[bytes]) -> bytes:

@@ -18,24 +18,16 @@ from milepost.core.manifest import Value
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Leaf, nodes_of
-from milepost.data.memory import Late
+from milepost.data.memory import LateTensor
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState
-from milepost.planning import (
-    DefaultLoadPlanner,
-    DefaultSavePlanner,
-    LoadPlanner,
-    Metadata,
-    SavePlanner,
-    StorageReader,
-    StorageWriter,
-    TensorStorageMetadata,
-    ValueIO,
-    WriteItem,
-    box_of,
-)
+from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
+from milepost.planning.items import box_of
 from milepost.planning.manifest_bridge import paths_of
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.protocol_run import MakeState, load_planned, place_of, save_planned, set_up
-from milepost.planning.storage import FileSystemWriter, bytes_tensor, resolved_tensor
+from milepost.planning.records import Metadata, TensorStorageMetadata, WriteItem
+from milepost.planning.storage import CheckpointWriter, bytes_tensor, resolved_tensor
+from milepost.planning.value_bytes import ValueIO
 from milepost.saving.describe import Described
 from milepost.saving.pipeline import Receipt, SaveOptions, save_state
 from milepost.state.take_apart import is_stateful
@@ -72,7 +64,7 @@ def save_by_plans(
     return Receipt(place_of(writer), generation, save_id, comm.size, size)
 
 
-def is_plain(writer: StorageWriter, planner: SavePlanner) -> TypeGuard[FileSystemWriter]:
+def is_plain(writer: StorageWriter, planner: SavePlanner) -> TypeGuard[CheckpointWriter]:
     """Whether these do what a save does without them: then not even the keys need to be spelled."""
     return type(planner) is DefaultSavePlanner and planner.flatten_state_dict and is_local(writer, planner)
 
@@ -84,12 +76,12 @@ def has_own_data(error: CheckpointError) -> bool:
 
 
 def _summary(writer: StorageWriter, metadata: Metadata | None) -> bytes:
-    """On the lead: the generation, the id of the save, and the bytes of all tensors."""
+    """On the coordinator: the generation, the id of the save, and the bytes of all tensors."""
     tensors = [
         t for t in (metadata.state_dict_metadata.values() if metadata else ()) if isinstance(t, TensorStorageMetadata)
     ]
     size = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
-    if isinstance(writer, FileSystemWriter):
+    if isinstance(writer, CheckpointWriter):
         return msgspec.msgpack.encode((writer.generation, writer.save_id, size))
     return msgspec.msgpack.encode((0, "", size))
 
@@ -130,11 +122,11 @@ def opening_and_closing(state: dict[str, Any]) -> tuple[MakeState, Callable[[], 
     return opening, close
 
 
-def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[FileSystemWriter]:
+def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[CheckpointWriter]:
     """Whether nothing about the plans of all ranks was changed: neither by the classes nor by options."""
     default = _keeps(planner, DefaultSavePlanner, "create_global_plan", "finish_plan", "unless_unchanged")
     steps = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
-    plain = isinstance(writer, FileSystemWriter) and _keeps(writer, FileSystemWriter, *steps) and not writer.extensions
+    plain = isinstance(writer, CheckpointWriter) and _keeps(writer, CheckpointWriter, *steps) and not writer.extensions
     return default and plain and not planner.dedup_save_to_lowest_rank
 
 
@@ -144,7 +136,7 @@ def _keeps(value: object, base: type, *names: str) -> bool:
 
 
 def save_locally_planned(
-    state: MakeState, writer: FileSystemWriter, planner: DefaultSavePlanner, comm: Comm, options: SaveOptions
+    state: MakeState, writer: CheckpointWriter, planner: DefaultSavePlanner, comm: Comm, options: SaveOptions
 ) -> Receipt:
     """Save by the usual path what the planner's local plan says, with the keys that it spells.
 
@@ -152,20 +144,20 @@ def save_locally_planned(
     """
 
     def describing() -> Described:
-        leads = comm.rank == comm.lead
-        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=leads)
+        is_coordinator = comm.rank == comm.coordinator
+        set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
         return describe_planned(planner, comm, options)
 
     return noted(writer, save_state(None, writer.store, comm, options_with(options, planner, writer), describing))
 
 
-def noted(writer: FileSystemWriter, receipt: Receipt) -> Receipt:
+def noted(writer: CheckpointWriter, receipt: Receipt) -> Receipt:
     """The receipt, of which the writer knows too."""
     writer.generation, writer.save_id = receipt.generation, receipt.save_id
     return receipt
 
 
-def options_with(options: SaveOptions, planner: DefaultSavePlanner, writer: FileSystemWriter) -> SaveOptions:
+def options_with(options: SaveOptions, planner: DefaultSavePlanner, writer: CheckpointWriter) -> SaveOptions:
     """The options of the call, with what planner and writer were made with."""
     options = replace(
         options,
@@ -242,7 +234,7 @@ def _local(
     if len(told) != len(items):
         raise InvalidState(f"{fqn!r} is planned as a tensor and as bytes")
     boxes, shape, dtype = [box_of(t.chunk) for t in told], tuple(told[0].size), told[0].properties.dtype
-    late: list[Any] = [Late(partial(resolved_tensor, planner, item)) for item in items]
+    late: list[Any] = [LateTensor(partial(resolved_tensor, planner, item)) for item in items]
     parts = tuple(Part(box, data) for box, data in zip(boxes, late, strict=True))
     layout = None
     if items[0].type.name == "SHARD":

@@ -15,44 +15,40 @@ from milepost.checkpoint import files_at
 from milepost.comm import Comm
 from milepost.commit.publish import aim, exists, generations, publish, sweep
 from milepost.core.box import Box
-from milepost.core.division import ReadItem as PlannedRead
-from milepost.core.division import read_plan
+from milepost.core.division import PlannedRead, read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.manifest import Manifest, Tensor, shard_name
 from milepost.core.shardfile import NewEntry, entry_name
-from milepost.data.memory import Late, ready
+from milepost.data.memory import LateTensor, ready
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed
-from milepost.data.write import Entry, Written, write_shard
+from milepost.data.write import EntryToWrite, Written, write_shard
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState, StorageError
 from milepost.loading.pipeline import open_together
-from milepost.planning import (
+from milepost.planning.items import box_of
+from milepost.planning.manifest_bridge import Goal, StoredBox, StoredItem, expand, make_manifest, written_as
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.records import (
     LoadPlan,
-    LoadPlanner,
     Metadata,
     MetadataIndex,
     ReadItem,
     SavePlan,
-    SavePlanner,
     StorageMeta,
-    StorageReader,
-    StorageWriter,
-    ValueIO,
     WriteItem,
     WriteResult,
-    box_of,
 )
-from milepost.planning.manifest_bridge import Goal, Part, Stored, expand, make_manifest, written_as
+from milepost.planning.value_bytes import ValueIO
 from milepost.state.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
-from milepost.store import Store, Where, store_at
+from milepost.store import Location, Store, store_at
 
 _AT_ONCE_BYTES = 256 << 20
 _TRANSFORMED_BYTES = 4 << 20
 
 
-class _Placed:
+class _AtStore:
     """Storage at a place: a path, URL or store."""
 
     store: Store
@@ -68,7 +64,7 @@ class _Placed:
         return self.store.url
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Where) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: Location) -> bool:
         """Whether there could be a checkpoint."""
         try:
             store_at(checkpoint_id)
@@ -77,7 +73,7 @@ class _Placed:
         return True
 
 
-class FileSystemWriter(_Placed, StorageWriter):
+class CheckpointWriter(_AtStore, StorageWriter):
     """Writes Milepost's format: atomic, durable, with checksums. The other options of DCP's writer are taken and have no effect.
 
     `path`: a path, URL or store. `thread_count`: threads that write, unless `transfer` says more.
@@ -87,7 +83,7 @@ class FileSystemWriter(_Placed, StorageWriter):
 
     def __init__(
         self,
-        path: Where,
+        path: Location,
         single_file_per_rank: bool = True,
         sync_files: bool = True,
         thread_count: int = 4,
@@ -111,9 +107,9 @@ class FileSystemWriter(_Placed, StorageWriter):
         self.generation = 0
         self._meter = Meter("save", self.store.url)
         self._mine: Goal | None = None
-        self._leads = False
+        self._is_coordinator = False
 
-    def reset(self, checkpoint_id: Where | None = None) -> None:
+    def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None and checkpoint_id != "":
             self.store = store_at(checkpoint_id)
@@ -122,7 +118,7 @@ class FileSystemWriter(_Placed, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn whether this rank commits."""
         del args, kwargs
-        self._leads, self._mine = is_coordinator, None
+        self._is_coordinator, self._mine = is_coordinator, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -143,13 +139,13 @@ class FileSystemWriter(_Placed, StorageWriter):
                 "the plan does not say where to write: `prepare_global_plan` of this writer was left out"
             )
         self._mine, self.save_id = goal, goal.save_id
-        self._meter = Meter("save", self.url, self.progress if self._leads else None)
-        entries: list[Entry] = []
+        self._meter = Meter("save", self.url, self.progress if self._is_coordinator else None)
+        entries: list[EntryToWrite] = []
         values: dict[MetadataIndex, ValueIO] = {}
         sizes: dict[MetadataIndex, int] = {}
         for item in plan.items:
             found = _resolved(planner, item)
-            if isinstance(found, Entry):
+            if isinstance(found, EntryToWrite):
                 entries.append(_transformed(found, self.extensions) if item.tensor_data is not None else found)
                 sizes[item.index] = _size_of(entries[-1])
             elif found is not None:
@@ -187,7 +183,7 @@ class FileSystemWriter(_Placed, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
-def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None":
+def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO | None":
     """The data of an item, ready to be written. Raises InvalidState where it is not what the plan says."""
     fqn = item.index.fqn
     if item.tensor_data is not None:
@@ -198,7 +194,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> "Entry | ValueIO | None"
     if isinstance(data, io.BytesIO):
         raw = bytes_tensor(data)
         shape = tuple(raw.shape)
-        return Entry(NewEntry(entry_name(fqn, Box.whole(shape), shape), "uint8", shape), raw)
+        return EntryToWrite(NewEntry(entry_name(fqn, Box.whole(shape), shape), "uint8", shape), raw)
     raise InvalidState(f"{fqn!r}: the plan and the data do not agree: {type(data).__name__} for a {item.type.name}")
 
 
@@ -208,7 +204,7 @@ def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
     return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-def _late_entry(planner: SavePlanner, item: WriteItem) -> Entry | None:
+def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:
     """An entry whose data the planner is asked for when it is written; None for a box without elements."""
     assert item.tensor_data is not None
     box, shape = box_of(item.tensor_data.chunk), tuple(item.tensor_data.size)
@@ -216,7 +212,9 @@ def _late_entry(planner: SavePlanner, item: WriteItem) -> Entry | None:
         return None
     fqn = item.index.fqn
     name = dtype_name(item.tensor_data.properties.dtype, fqn)
-    return Entry(NewEntry(entry_name(fqn, box, shape), name, box.shape), Late(lambda: resolved_tensor(planner, item)))
+    return EntryToWrite(
+        NewEntry(entry_name(fqn, box, shape), name, box.shape), LateTensor(lambda: resolved_tensor(planner, item))
+    )
 
 
 def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
@@ -233,28 +231,28 @@ def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
     return data.detach()
 
 
-def _size_of(entry: Entry) -> int:
+def _size_of(entry: EntryToWrite) -> int:
     return math.prod(entry.header.shape) * DTYPES[entry.header.dtype].size_bytes
 
 
-def _transformed(entry: Entry, extensions: Sequence[StreamTransformExtension]) -> Entry:
+def _transformed(entry: EntryToWrite, extensions: Sequence[StreamTransformExtension]) -> EntryToWrite:
     if not extensions:
         return entry
     data = bytes_tensor(io.BytesIO(transformed(list(bytes_of(ready(entry.data), _TRANSFORMED_BYTES)), extensions)))
-    return Entry(NewEntry(entry.header.name, "uint8", tuple(data.shape)), data)
+    return EntryToWrite(NewEntry(entry.header.name, "uint8", tuple(data.shape)), data)
 
 
 def _stored(
     item: WriteItem, goal: Goal, written: Written, values: dict[MetadataIndex, ValueIO], transforms: tuple[str, ...]
-) -> Stored:
+) -> StoredItem:
     value = values.get(item.index)
     if value is not None:
-        return Stored(goal.rank, goal.save_id, written.file, value=value.encoded, is_value=True)
+        return StoredItem(goal.rank, goal.save_id, written.file, value=value.encoded, is_value=True)
     data = item.tensor_data
     if data is None:
-        return Stored(goal.rank, goal.save_id, written.file)
+        return StoredItem(goal.rank, goal.save_id, written.file)
     what = written_as(item.index.fqn, data.properties.dtype, box_of(data.chunk), data.size)
-    return Stored(goal.rank, goal.save_id, written.file, what, transforms=transforms)
+    return StoredItem(goal.rank, goal.save_id, written.file, what, transforms=transforms)
 
 
 def _done(value: Any) -> Future[Any]:
@@ -266,14 +264,14 @@ def _done(value: Any) -> Future[Any]:
 # Reading
 
 
-class FileSystemReader(_Placed, StorageReader):
+class CheckpointReader(_AtStore, StorageReader):
     """Reads checkpoints by the storage protocol: Milepost's format, verified unless `verify=False`, and those of others."""
 
     needs_global_plan = False
 
     def __init__(
         self,
-        path: Where,
+        path: Location,
         _extension_registry: ExtensionRegistry | None = None,
         *,
         verify: bool = True,
@@ -286,10 +284,10 @@ class FileSystemReader(_Placed, StorageReader):
         self.verify, self.progress = verify, progress
         self.transfer = (transfer or Transfer()).within(host_memory_bytes)
         self.load_id = str(uuid.uuid4())
-        self._leads = False
+        self._is_coordinator = False
         self._opened: tuple[Files | None, Exception | None] | None = None
 
-    def reset(self, checkpoint_id: Where | None = None) -> None:
+    def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new load."""
         if checkpoint_id is not None and checkpoint_id != "":
             self.store = store_at(checkpoint_id)
@@ -297,7 +295,7 @@ class FileSystemReader(_Placed, StorageReader):
         self.__dict__.pop("_files", None)
 
     def open_together(self, comm: Comm) -> None:
-        """Let the next `read_metadata` of every rank read the checkpoint that the lead finds."""
+        """Let the next `read_metadata` of every rank read the checkpoint that the coordinator finds."""
         self._opened = open_together(self.store, comm, "loading")
 
     @cached_property
@@ -325,8 +323,8 @@ class FileSystemReader(_Placed, StorageReader):
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn where the boxes are."""
         del args, kwargs
-        self._leads = is_coordinator
-        self._parts: dict[MetadataIndex, Part] = dict(metadata.storage_data or {})
+        self._is_coordinator = is_coordinator
+        self._parts: dict[MetadataIndex, StoredBox] = dict(metadata.storage_data or {})
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Nothing to add."""
@@ -339,7 +337,7 @@ class FileSystemReader(_Placed, StorageReader):
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items, as many at a time as their tensors may take in new memory, if the planner makes any."""
         files = self._files
-        meter = Meter("load", self.url, self.progress if self._leads else None)
+        meter = Meter("load", self.url, self.progress if self._is_coordinator else None)
         try:
             for items in _groups(plan.items, _AT_ONCE_BYTES):
                 self._read(items, planner, files, meter)

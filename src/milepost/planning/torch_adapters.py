@@ -18,27 +18,14 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as T
 from torch.futures import Future
 
 from milepost.errors import CheckpointDamaged, CheckpointError
-from milepost.planning import (
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    ReadItem,
-    SavePlan,
-    SavePlanner,
-    StorageMeta,
-    StorageReader,
-    StorageWriter,
-    ValueIO,
-    WriteItem,
-    WriteResult,
-    pack_value,
-    unpack_value,
-)
 from milepost.planning.manifest_bridge import Goal
-from milepost.planning.storage import FileSystemReader, FileSystemWriter
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.records import LoadPlan, Metadata, ReadItem, SavePlan, StorageMeta, WriteItem, WriteResult
+from milepost.planning.storage import CheckpointReader, CheckpointWriter
 from milepost.planning.torch_records import ours, theirs
+from milepost.planning.value_bytes import ValueIO, pack_value, unpack_value
 from milepost.state.values import Codec
-from milepost.store import Where
+from milepost.store import Location
 
 # Theirs, used by our functions
 
@@ -276,7 +263,7 @@ class LoadPlannerForTorch:
 
 
 class MilepostWriter(their_storage.StorageWriter):
-    """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `FileSystemWriter`.
+    """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `CheckpointWriter`.
 
     Torch's planner may keep plans between saves, with the name of an old save in them. So the coordinator also pins the
     new name in the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
@@ -284,8 +271,8 @@ class MilepostWriter(their_storage.StorageWriter):
 
     _used: ClassVar[set[str]] = set()
 
-    def __init__(self, path: Where, **options: Any) -> None:
-        self._inner = FileSystemWriter(path, **options)
+    def __init__(self, path: Location, **options: Any) -> None:
+        self._inner = CheckpointWriter(path, **options)
         self._goal: Goal | None = None
 
     @property
@@ -347,7 +334,7 @@ class MilepostWriter(their_storage.StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint could be written there."""
-        return FileSystemWriter.validate_checkpoint_id(checkpoint_id)
+        return CheckpointWriter.validate_checkpoint_id(checkpoint_id)
 
 
 def _job_store() -> Any:
@@ -355,10 +342,10 @@ def _job_store() -> Any:
 
 
 class MilepostReader(their_storage.StorageReader):
-    """Milepost's format for torch's own `dcp.load(..., storage_reader=MilepostReader(path))`. Options: `FileSystemReader`."""
+    """Milepost's format for torch's own `dcp.load(..., storage_reader=MilepostReader(path))`. Options: `CheckpointReader`."""
 
-    def __init__(self, path: Where, **options: Any) -> None:
-        self._inner = FileSystemReader(path, **options)
+    def __init__(self, path: Location, **options: Any) -> None:
+        self._inner = CheckpointReader(path, **options)
 
     @property
     def path(self) -> str:
@@ -396,4 +383,4 @@ class MilepostReader(their_storage.StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether a checkpoint could be read there."""
-        return FileSystemReader.validate_checkpoint_id(checkpoint_id)
+        return CheckpointReader.validate_checkpoint_id(checkpoint_id)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import msgspec
 
 from milepost.comm import Comm, Phase, together
-from milepost.core.agreement import Overview, Plan, Plans, Terms, group_of, group_ranks, make_plan, settle
+from milepost.core.agreement import GroupPlan, Overview, Plans, Terms, group_of, group_ranks, make_plan, settle
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Merged, Table, merge_tables
 from milepost.data.collection_pause import CollectionPaused
@@ -19,13 +19,13 @@ _TERMS = msgspec.json.Decoder(Terms)
 
 
 class _Council:
-    """The lead's side of an agreement: it groups digests, merges tables, and keeps the overview."""
+    """The coordinator's side of an agreement: it groups digests, merges tables, and keeps the overview."""
 
     def __init__(self, comm: Comm, table: Table | None, spread: bool) -> None:
         self._comm, self._table, self._spread = comm, table, spread
         self._groups: list[tuple[str, bytes]] = []
         self.overview: Overview | None = None
-        self.plan: Plan | None = None
+        self.plan: GroupPlan | None = None
 
     def hear_digests(self, digests: list[bytes]) -> bytes:
         """Equal digests are an agreement; else ask one rank of each group for its table."""
@@ -62,7 +62,7 @@ def agree(
     trouble: BaseException | None,
     plans: Plans,
     spread: bool,
-) -> Plan:
+) -> GroupPlan:
     """The plan of this rank, agreed with all others and kept in `plans`. A rank in trouble raises it here, on all ranks."""
     table = described.table if described else None
     council = _Council(comm, table, spread)

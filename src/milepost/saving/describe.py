@@ -14,7 +14,7 @@ from milepost.core.shardfile import PRIVATE, NewEntry, private_name
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Flat
 from milepost.data.collection_pause import CollectionPaused
-from milepost.data.write import Entry
+from milepost.data.write import EntryToWrite
 from milepost.errors import InvalidState
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import Describer, LocalTensor, check_data
@@ -35,7 +35,7 @@ class Described:
     table: Table
     digest: bytes
     tensors: dict[str, LocalTensor]
-    private: list[Entry]
+    private: list[EntryToWrite]
     metadata: Any
     live: frozenset[str] = frozenset()
     released: Callable[[], None] = nobody_waits
@@ -69,7 +69,7 @@ def describe(
     return Described(table, table.digest(), tensors, private, codec.encode(dict(metadata), "metadata"))
 
 
-def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: list[str]) -> list[Entry]:
+def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: list[str]) -> list[EntryToWrite]:
     """The rank-private values as entries of this rank's own file: a small record, and the tensors that it names."""
     owned = {key: leaf.value for key, leaf in flat.leaves.items() if isinstance(leaf, PerRank)}
     if not owned:
@@ -88,9 +88,9 @@ def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: l
                 raise InvalidState(f"{key!r} is cut over ranks and cannot be rank-private; take it out of PerRank")
             rows.append(Tensor(key, local.dtype, local.shape, 0, kind=local.kind))
             if local.parts[0].box.elements:
-                entries.append(Entry(NewEntry(private_name(key), local.dtype, local.shape), local.parts[0].data))
+                entries.append(EntryToWrite(NewEntry(private_name(key), local.dtype, local.shape), local.parts[0].data))
         except InvalidState as error:
             problems.append(str(error))
     record = msgspec.json.encode(Private(inner.nodes, tuple(values), tuple(rows)))
     data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    return [*entries, Entry(NewEntry(PRIVATE, "uint8", (len(record),)), data)]
+    return [*entries, EntryToWrite(NewEntry(PRIVATE, "uint8", (len(record),)), data)]

@@ -1,6 +1,6 @@
 """The save pipeline: describe, agree, write, commit. Every rank runs it; each step ends with all ranks or with one error.
 
-In the steady state (the same structure as in an earlier save with the same `Plans`) the ranks meet once: the lead
+In the steady state (the same structure as in an earlier save with the same `Plans`) the ranks meet once: the coordinator
 announces the goal, every rank writes by the plan that it has, and the results say by which agreement. If a rank's
 structure changed, nothing is committed; the ranks agree anew and write again.
 """
@@ -17,7 +17,7 @@ import msgspec
 
 from milepost.comm import Comm, Phase, together, told
 from milepost.commit.publish import aim, exists, generations, publish, sweep
-from milepost.core.agreement import Overview, Plan, Plans
+from milepost.core.agreement import GroupPlan, Overview, Plans
 from milepost.core.division import written_by
 from milepost.core.manifest import ShardFile, Value, new_manifest, shard_name
 from milepost.core.ranks import unpack_ranks
@@ -25,7 +25,7 @@ from milepost.core.shardfile import NewEntry
 from milepost.core.table import merge_values
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
-from milepost.data.write import Entry, write_shard
+from milepost.data.write import EntryToWrite, write_shard
 from milepost.errors import CheckpointError, InvalidRequest, NotDurable, RanksDisagree, SaveConflict, StorageError
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe, nobody_waits
@@ -101,7 +101,7 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 class _Goal(msgspec.Struct, frozen=True, array_like=True):
-    """What the lead announces: what the save aims at, and the agreement that it has for this structure, if any."""
+    """What the coordinator announces: what the save aims at, and the agreement that it has for this structure, if any."""
 
     generation: int
     save_id: str
@@ -122,7 +122,7 @@ class _Result(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
-    """What the lead decided: committed, or something to clear up first."""
+    """What the coordinator decided: committed, or something to clear up first."""
 
     committed: bool = False
     data_bytes: int = 0
@@ -150,7 +150,7 @@ class _Save:
     ) -> None:
         self.state, self.store, self.comm, self.options = state, store, comm, options
         self.describing = describing
-        watcher = options.progress if comm.rank == comm.lead else None
+        watcher = options.progress if comm.rank == comm.coordinator else None
         self.meter = Meter("save", store.url, watcher, options.cancelled)
         self.warnings: list[str] = []
         self._results: list[_Result] = []
@@ -178,8 +178,8 @@ class _Save:
         if described is not None:
             described.released()
         self.meter.finish()
-        if comm.rank == comm.lead:
-            # At the very end: where warnings are errors, one must not take the lead away while others wait for it.
+        if comm.rank == comm.coordinator:
+            # At the very end: where warnings are errors, one must not take the coordinator away while others wait for it.
             for text in self.warnings:
                 warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
         return Receipt(self.store.url, goal.generation, goal.save_id, comm.size, answer.data_bytes)
@@ -210,13 +210,18 @@ class _Save:
         known = plan is not None and plans.overview(plan.id) is not None
         return msgspec.msgpack.encode(_Goal(generation, save_id, plan.id if plan and known else b""))
 
-    def _agree(self, described: Described | None, trouble: BaseException | None) -> Plan:
+    def _agree(self, described: Described | None, trouble: BaseException | None) -> GroupPlan:
         return agree(self.comm, self.phase, described, trouble, self.options.plans, self.options.spread)
 
     def _write(
-        self, goal: _Goal, described: Described | None, plan: Plan | None, trouble: BaseException | None, final: bool
+        self,
+        goal: _Goal,
+        described: Described | None,
+        plan: GroupPlan | None,
+        trouble: BaseException | None,
+        final: bool,
     ) -> _Answer:
-        """Write, bring the results together, and commit on the lead. What is not committed is removed."""
+        """Write, bring the results together, and commit on the coordinator. What is not committed is removed."""
         check = ReplicaCheck(
             plan,
             self.comm.rank,
@@ -254,7 +259,7 @@ class _Save:
         return answer
 
     def _write_shard(
-        self, goal: _Goal, described: Described, plan: Plan, check: ReplicaCheck, released: Callable[[], None]
+        self, goal: _Goal, described: Described, plan: GroupPlan, check: ReplicaCheck, released: Callable[[], None]
     ) -> bytes:
         entries = _entries(plan, described, self.comm.rank)
         digests = check.digests() if described.live else {}  # what is live may change once it is written
@@ -295,8 +300,8 @@ class _Save:
         gone = ". Was it removed, renamed or unmounted meanwhile?" if isinstance(error, FileNotFoundError) else ""
         return StorageError(f"cannot write to {self.store.url}: {error}{gone}", errno=error.errno)
 
-    def _conclude(self, goal: _Goal, described: Described, plan: Plan | None, packed: list[bytes]) -> _Answer:
-        """On the lead: look at all results, and commit if everything fits."""
+    def _conclude(self, goal: _Goal, described: Described, plan: GroupPlan | None, packed: list[bytes]) -> _Answer:
+        """On the coordinator: look at all results, and commit if everything fits."""
         results = [_RESULTS.decode(data) for data in packed]
         everything = self.options.plans.overview(plan.id) if plan else None
         if plan is None or everything is None or any(result.agreement != plan.id for result in results):
@@ -309,7 +314,7 @@ class _Save:
         return self._commit(goal, described)
 
     def _commit(self, goal: _Goal, described: Described) -> _Answer:
-        """On the lead: make the manifest and publish it."""
+        """On the coordinator: make the manifest and publish it."""
         self.meter.check()
         results, everything = self._results, self._everything
         values = _values(results, everything)[0]
@@ -358,7 +363,7 @@ class _Save:
             return True
         failures = getattr(error, "failures", {})
         if self.comm.size > 1 and not failures:
-            return False  # the lead did not answer; it may still commit
+            return False  # the coordinator did not answer; it may still commit
         if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
             return False  # a power cut may bring the manifest back
         try:
@@ -376,10 +381,10 @@ class _Save:
 
 
 @CollectionPaused()
-def _entries(plan: Plan, described: Described, rank: int) -> list[Entry]:
+def _entries(plan: GroupPlan, described: Described, rank: int) -> list[EntryToWrite]:
     """What this rank writes, with the memory that holds it."""
     planned = [
-        Entry(
+        EntryToWrite(
             NewEntry(item.name, item.dtype, item.box.shape),
             find_part(described.tensors[tensor.key], item.box),
             tensor.key in described.live,

@@ -4,7 +4,7 @@ import msgspec
 import xxhash
 
 from milepost.comm import Comm, Phase, together
-from milepost.core.agreement import Plan
+from milepost.core.agreement import GroupPlan
 from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
@@ -20,7 +20,7 @@ _DETAILS = msgspec.msgpack.Decoder(dict[bytes, dict[str, bytes]])
 class ReplicaCheck:
     """One rank's part in the comparison. Only one small digest for each group of holders travels, unless they differ."""
 
-    def __init__(self, plan: Plan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
+    def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
         self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
         self._keys: dict[bytes, dict[str, bytes]] = {}
 

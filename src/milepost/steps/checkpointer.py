@@ -1,6 +1,6 @@
 """The manager of steps: a checkpoint for each step under one root, the newest whole one restored, old ones removed.
 
-Every rank of the job makes the same calls. The lead decides what to restore and what to remove; all ranks do the same.
+Every rank of the job makes the same calls. The coordinator decides what to restore and what to remove; all ranks do the same.
 """
 
 import inspect
@@ -23,17 +23,17 @@ from milepost.core.agreement import Plans
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
-from milepost.planning import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.retention import METRICS, Rule, Shelf, checked_step
-from milepost.store import Store, Where, store_at
+from milepost.store import Location, Store, store_at
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
-_OWN = {"state", "where", "metadata", "plans", "process_group", "timeout_s", "storage_writer", "storage_reader"}
+_OWN = {"state", "path", "metadata", "plans", "process_group", "timeout_s", "storage_writer", "storage_reader"}
 _SAVE = frozenset(inspect.signature(save).parameters) - _OWN
 _LOAD = frozenset(inspect.signature(load).parameters) - _OWN
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
@@ -43,8 +43,8 @@ _DAMAGES_SHOWN = 20
 _CHOSEN = msgspec.msgpack.Decoder(list[int])
 
 
-def _ranks_by(group: Any, timeout_s: float, lead: int, no_dist: bool) -> Callable[[], Comm]:
-    return Solo if no_dist else lambda: ranks_of(group, timeout_s, lead)
+def _ranks_by(group: Any, timeout_s: float, coordinator: int, no_dist: bool) -> Callable[[], Comm]:
+    return Solo if no_dist else lambda: ranks_of(group, timeout_s, coordinator)
 
 
 class StorageCheckpointer:
@@ -98,7 +98,7 @@ class Checkpointer:
 
     def __init__(
         self,
-        root: Where,
+        root: Location,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -145,8 +145,8 @@ class Checkpointer:
 
     def save(
         self,
-        step: int,
         state: Any,
+        step: int,
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -155,10 +155,10 @@ class Checkpointer:
         """Save `state` as this step, on every rank, and then remove the steps that the rules do not keep.
 
         Returns once it is committed and survives power loss. A step that is there already is replaced, atomically;
-        `overwrite=False` refuses that. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]` (the lead
+        `overwrite=False` refuses that. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]` (the coordinator
         rank's count; others may pass none). Further options are those of `milepost.save`.
 
-        Old steps are removed by the lead, after it looked whether the newest one that remains is whole: nothing is
+        Old steps are removed by the coordinator, after it looked whether the newest one that remains is whole: nothing is
         removed otherwise, and if that is the one just saved, CheckpointDamaged is raised. What cannot be removed is told
         in the log, and the next save tries again.
         """
@@ -169,7 +169,7 @@ class Checkpointer:
         if earlier is not None:
             refuse(place, comm, earlier)
         metadata = dict(metadata or {})
-        if comm.rank == comm.lead:
+        if comm.rank == comm.coordinator:
             try:
                 metadata = _with_metrics(metadata, metrics)
             except Exception as error:  # noqa: BLE001  # raised by `refuse`
@@ -181,8 +181,8 @@ class Checkpointer:
 
     def async_save(
         self,
-        step: int,
         state: Any,
+        step: int,
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
@@ -200,7 +200,7 @@ class Checkpointer:
         place = self._shelf.place(step)
         given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
         metadata, comm = dict(metadata or {}), self._ranks()
-        if comm.rank == comm.lead:
+        if comm.rank == comm.coordinator:
             try:
                 metadata = _with_metrics(metadata, metrics)
             except Exception as error:
@@ -279,13 +279,13 @@ class Checkpointer:
                 if step is not None or not _allows_another(error):
                     raise
                 skipped[chosen] = str(error)
-                if comm.rank == comm.lead:
+                if comm.rank == comm.coordinator:
                     _log.warning("skipping %s: %s", self._shelf.place(chosen).url, error)
             else:
                 return chosen
 
     def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str]) -> int | None:
-        """The lead's choice, on every rank: the newest that was not tried yet. Looked up anew each time: steps come and go."""
+        """The coordinator's choice, on every rank: the newest that was not tried yet. Looked up anew each time: steps come and go."""
 
         def choose() -> bytes:
             there = self._shelf.steps()
@@ -438,7 +438,7 @@ def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
     files = Files(place, manifest)
     reasons: list[str] = []
     mine = manifest.files[comm.rank :: comm.size]
-    meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.lead else None)
+    meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
     meter.expect(sum(file.size_bytes for file in mine))
     try:
         for file in mine:

@@ -4,7 +4,7 @@ Each rank has a thread that looks at the job's board now and then. Once a rank i
 
 1. It posts that. The threads of the others find it.
 2. Each rank reports the last step that it passed, and from then on waits before it passes a later one.
-3. The lead chooses: one more than the latest of those steps. No rank has passed it, so all can still stop there.
+3. The coordinator chooses: one more than the latest of those steps. No rank has passed it, so all can still stop there.
 4. Every rank hears the choice. Those that wait go on; `reached` is True from that step on.
 
 What a rank waits for in 2 depends on the threads of the ranks alone, never on training. So ranks that are behind train on, up
@@ -40,7 +40,7 @@ _LOOK_S = 0.5
 _LOOKS_PER_S = 2000
 """How many looks of all ranks together one store server is asked for: large jobs look less often."""
 _MARGIN_S = 2.0
-"""How much longer than the lead the others wait, so that its verdict reaches them first."""
+"""How much longer than the coordinator the others wait, so that its verdict reaches them first."""
 _END_S = 10.0
 """How long `close` waits for the thread."""
 _SIGNALLED, _VERDICT = "signalled", "verdict"
@@ -82,7 +82,7 @@ class PreemptionGuard:
         _check(grace_s, timeout_s, signals)
         comm = ranks_of(process_group, timeout_s)
         self._grace_s = grace_s
-        self._alone, self._tells = comm.size == 1, comm.rank == comm.lead
+        self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
         self._lookout = _Lookout(comm.aside(), min(timeout_s, grace_s / 2))
         self._handlers = _Handlers(signals, self._signalled)
         self._entered = self._closed = self._stopped = False
@@ -231,31 +231,31 @@ def _settable(handler: Any) -> Any:
     return signal.SIG_DFL if handler is None else handler
 
 
-class _Report(msgspec.Struct, frozen=True, array_like=True):
+class _StepReport(msgspec.Struct, frozen=True, array_like=True):
     """What a rank says once it knows of the signal, or closes: the last step that it passed."""
 
     step: int | float
     failed: bool = False
 
 
-class _Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What the lead answers: the lowest step to stop at; or the ranks without which that makes no sense, and why."""
+class _StopDecision(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator answers: the lowest step to stop at; or the ranks without which that makes no sense, and why."""
 
     stop_from: int | float
     absent: dict[int, str] = {}
 
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_REPORTS = msgspec.msgpack.Decoder(_Report)
-_VERDICTS = msgspec.msgpack.Decoder(_Verdict)
+_REPORTS = msgspec.msgpack.Decoder(_StepReport)
+_VERDICTS = msgspec.msgpack.Decoder(_StopDecision)
 
 
-def _judge(reports: Mapping[int, _Report | None]) -> _Verdict:
+def _judge(reports: Mapping[int, _StepReport | None]) -> _StopDecision:
     """The first step that no rank has passed, if all ranks have reported and are well."""
     absent = {rank: _FAILED if report else _SILENT for rank, report in reports.items() if not report or report.failed}
     if absent:
-        return _Verdict(_NEVER, absent)
-    return _Verdict(max(report.step for report in reports.values() if report) + 1)
+        return _StopDecision(_NEVER, absent)
+    return _StopDecision(max(report.step for report in reports.values() if report) + 1)
 
 
 class _Lookout:
@@ -353,35 +353,35 @@ class _Lookout:
             if self._comm.look([_SIGNALLED], 0.0)[0] is not None:
                 self.notice()
 
-    def _agree(self) -> _Verdict:
+    def _agree(self) -> _StopDecision:
         if self.since is not None:
             self._comm.post(_SIGNALLED, b"")
         with self._changed:
             self._calm = False  # from here on `stops_at` lets no later step pass before the verdict
-            report = _Report(self._last, self._failed)
+            report = _StepReport(self._last, self._failed)
         self._comm.post(_report_of(self._comm.rank), msgspec.msgpack.encode(report))
-        return self._decide(report) if self._comm.rank == self._comm.lead else self._hear()
+        return self._decide(report) if self._comm.rank == self._comm.coordinator else self._hear()
 
-    def _decide(self, mine: _Report) -> _Verdict:
-        """On the lead: hear all, choose, and post it. If it ends before, it says that nobody stops: nobody else chooses."""
-        reports: dict[int, _Report | None] = dict.fromkeys(range(self._comm.size))
+    def _decide(self, mine: _StepReport) -> _StopDecision:
+        """On the coordinator: hear all, choose, and post it. If it ends before, it says that nobody stops: nobody else chooses."""
+        reports: dict[int, _StepReport | None] = dict.fromkeys(range(self._comm.size))
         reports[self._comm.rank] = mine
         while (silent := [r for r in reports if reports[r] is None]) and not self._ending and self._left_s(0.0):
             notes = self._comm.look([_report_of(rank) for rank in silent], min(self._pause_s, self._left_s(0.0)))
             reports |= {r: _REPORTS.decode(note) for r, note in zip(silent, notes, strict=True) if note is not None}
         if silent and self._ending:
-            verdict = _Verdict(_NEVER, {self._comm.rank: _FAILED} if self._failed else {})
+            verdict = _StopDecision(_NEVER, {self._comm.rank: _FAILED} if self._failed else {})
         else:
             verdict = _judge(reports)
         self._comm.post(_VERDICT, msgspec.msgpack.encode(verdict))
         return verdict
 
-    def _hear(self) -> _Verdict:
+    def _hear(self) -> _StopDecision:
         while not self._ending and (left_s := self._left_s(self._margin_s)):
             note = self._comm.look([_VERDICT], min(self._pause_s, left_s))[0]
             if note is not None:
                 return _VERDICTS.decode(note)
-        return _Verdict(_NEVER, {} if self._ending else {self._comm.lead: "did not say where to stop"})
+        return _StopDecision(_NEVER, {} if self._ending else {self._comm.coordinator: "did not say where to stop"})
 
 
 def _report_of(rank: int) -> str:

@@ -2,8 +2,8 @@
 
 from milepost.store.base import Reader, Store, Writer
 from milepost.store.local import LocalStore
-from milepost.store.location import Where, store_at
+from milepost.store.location import Location, store_at
 from milepost.store.memory import MemoryStore
 from milepost.store.prefixed import Within
 
-__all__ = ["LocalStore", "MemoryStore", "Reader", "Store", "Where", "Within", "Writer", "store_at"]
+__all__ = ["LocalStore", "Location", "MemoryStore", "Reader", "Store", "Within", "Writer", "store_at"]

@@ -8,34 +8,34 @@ from milepost.store.base import Store
 from milepost.store.local import LocalStore
 from milepost.store.memory import MemoryStore
 
-Where = str | os.PathLike[str] | Store
+Location = str | os.PathLike[str] | Store
 
 _VERBS = ("create", "writer", "reader", "list", "delete", "url")
 # Memory stores by name, for as long as the process lives: `memory://a` must be the same place in each call.
 _MEMORY: dict[str, MemoryStore] = {}
 
 
-def store_at(where: Where) -> Store:
+def store_at(path: Location) -> Store:
     """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known."""
-    if isinstance(where, os.PathLike):
-        return _in_folder(os.fspath(where))
-    if not isinstance(where, str) and all(hasattr(where, verb) for verb in _VERBS):
+    if isinstance(path, os.PathLike):
+        return _in_folder(os.fspath(path))
+    if not isinstance(path, str) and all(hasattr(path, verb) for verb in _VERBS):
         # Not isinstance: that would not see what a store that wraps another hands on.
-        return where
-    if not where or not isinstance(where, str):
-        raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {where!r}")
-    scheme, separator, rest = where.partition("://")
+        return path
+    if not path or not isinstance(path, str):
+        raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {path!r}")
+    scheme, separator, rest = path.partition("://")
     if not separator:
-        return _in_folder(where)
+        return _in_folder(path)
     if scheme == "memory":
-        return _MEMORY.setdefault(rest.strip("/"), MemoryStore(where.rstrip("/")))
+        return _MEMORY.setdefault(rest.strip("/"), MemoryStore(path.rstrip("/")))
     if scheme == "file":
         # All of it is the path, `?` and `#` too: two places must not become one.
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost") or not slash:
-            raise InvalidRequest(f"{where!r} names the host {host!r}; a file URL has three slashes: file:///path")
+            raise InvalidRequest(f"{path!r} names the host {host!r}; a file URL has three slashes: file:///path")
         return _in_folder(unquote(f"/{path}", errors="surrogateescape"))
-    raise InvalidRequest(f"{where!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
+    raise InvalidRequest(f"{path!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
 
 
 def _in_folder(path: str) -> LocalStore:

@@ -72,9 +72,9 @@ class TroubledComm:
         return self._inner.size
 
     @property
-    def lead(self) -> int:
+    def coordinator(self) -> int:
         """The rank that collects and decides."""
-        return self._inner.lead
+        return self._inner.coordinator
 
     @property
     def group(self) -> Any:

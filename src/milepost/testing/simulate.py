@@ -13,9 +13,9 @@ from functools import cached_property
 import msgspec
 
 from milepost.comm.together import Report, Verdict
-from milepost.core.agreement import Overview, Plan, Terms, group_of, make_plan, settle
+from milepost.core.agreement import GroupPlan, Overview, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
-from milepost.core.division import ReadItem, read_plan, written_by
+from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
 from milepost.core.limits import BLOCK_BYTES
@@ -58,7 +58,7 @@ class SimulatedSave:
         object.__setattr__(self, "terms", settled.terms)
         object.__setattr__(self, "overview", settled.overview)
 
-    def plan(self, rank: int) -> Plan:
+    def plan(self, rank: int) -> GroupPlan:
         """The plan that this rank would make for itself."""
         group = group_of(rank, self.terms.groups)
         return make_plan(self.terms, group, self.tables[group], self.world, spread=True)
@@ -125,12 +125,12 @@ class SimulatedSave:
 
 
 def _said(payload: bytes) -> int:
-    """The size of a rank's note to the lead: where it is, and its report."""
+    """The size of a rank's note to the coordinator: where it is, and its report."""
     return 6 + len(msgspec.msgpack.encode(Report(payload)))
 
 
 def _told(decision: bytes) -> int:
-    """The size of the lead's note to all: a sign, where it is, and its verdict."""
+    """The size of the coordinator's note to all: a sign, where it is, and its verdict."""
     return 7 + len(msgspec.msgpack.encode(Verdict(decision)))
 
 
@@ -149,7 +149,7 @@ def _table(rows: Rows) -> Table:
 class SimulatedLoad:
     """What one rank would read. `read_bytes` counts whole checksummed blocks; `files` the files that it opens."""
 
-    items: tuple[ReadItem, ...]
+    items: tuple[PlannedRead, ...]
     needed_bytes: int
     read_bytes: int
     files: tuple[int, ...]
@@ -163,7 +163,7 @@ class SimulatedLoad:
 def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> SimulatedLoad:
     """What `rank` of `world` would read of a simulated save, into tensors with these layouts (None: the whole tensor)."""
     saved = {t.key: t for t in save.manifest.tensors}
-    items: list[ReadItem] = []
+    items: list[PlannedRead] = []
     for row in tensors:
         tensor = saved[row.key]
         if tensor.shape != row.shape:
@@ -178,7 +178,7 @@ def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> 
     return SimulatedLoad(tuple(items), needed, read, files)
 
 
-def _blocks_read(save: SimulatedSave, rank: int, items: list[ReadItem]) -> int:
+def _blocks_read(save: SimulatedSave, rank: int, items: list[PlannedRead]) -> int:
     """How many bytes of one file are read: every block that an item touches, once."""
     _, header = make_header(save.entries(rank), {}, BLOCK_BYTES)
     saved = {t.key: DTYPES[t.dtype].size_bytes for t in save.overview.tensors}

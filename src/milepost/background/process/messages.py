@@ -19,14 +19,14 @@ class Ranks:
 
     rank: int
     size: int
-    lead: int
+    coordinator: int
     timeout_s: float
     address: tuple[str, int] | None
 
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """From the process: it is ready, and (on the lead) this is the port at which the ranks meet."""
+    """From the process: it is ready, and (on the coordinator) this is the port at which the ranks meet."""
 
     port: int
 

@@ -44,22 +44,22 @@ class Writers:
             self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
             return
         phase = Phase("saving in", "the background", "starting the writing processes")
-        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.lead])
+        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.coordinator])
         address = _ADDRESSES.decode(packed)
         together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
-        self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.lead)
+        self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.coordinator)
 
     def _start(self, comm: Comm, group: Any) -> bytes:
-        if comm.rank != comm.lead:
+        if comm.rank != comm.coordinator:
             return b""
-        port = self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, None))
+        port = self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, None))
         return msgspec.msgpack.encode((address_for(group), port))
 
     def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
-        if comm.rank != comm.lead:
-            self.link.meet(Ranks(comm.rank, comm.size, comm.lead, comm.timeout_s, address))
+        if comm.rank != comm.coordinator:
+            self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, address))
         return b""
 
     def share(self, handle: int, size_bytes: int, version: int) -> None:

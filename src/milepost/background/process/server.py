@@ -1,7 +1,7 @@
 """The writing process: one for each rank. It maps the trainer's staging memory, and saves what lies there.
 
 It ends when the trainer closes the connection or dies, and not before the saves that were handed to it are done. The ranks'
-processes meet at a key-value store of their own, in the lead's process: those of the training may be gone by then.
+processes meet at a key-value store of their own, in the coordinator's process: those of the training may be gone by then.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _FAREWELL_S = 10.0
 _LOOK_S = 1.0
 
 
-class Worker:
+class WriterProcess:
     """One writing process: takes orders until the trainer is gone."""
 
     def __init__(self, connection: Connection, trainer: int) -> None:
@@ -123,7 +123,7 @@ class Worker:
                 address = ranks.address
             self._store = key_value_store(address)
             board = TorchBoard(self._store, ranks.size)
-            self._comm = BoardComm(board, ranks.rank, ranks.size, ranks.timeout_s, lead=ranks.lead)
+            self._comm = BoardComm(board, ranks.rank, ranks.size, ranks.timeout_s, coordinator=ranks.coordinator)
             self._tell(Meeting(address[1]))
         except Exception as error:  # noqa: BLE001  # told to the trainer
             self._tell(Ended(-1, None, pack_error(error), ()))
@@ -169,12 +169,12 @@ class Worker:
             if error.__cause__ is None:
                 raise  # some did not come in time
             raise WriterDied(
-                f"the writing process of rank {self._comm.lead}, where those of all ranks meet, cannot be reached "
+                f"the writing process of rank {self._comm.coordinator}, where those of all ranks meet, cannot be reached "
                 f"({error.__cause__}). The next save starts others."
             ) from error
 
     def _leave(self, closed: bool) -> None:
-        """End. The others hear of it if they go on; the lead, where they meet, waits a little for them to hear the last word."""
+        """End. The others hear of it if they go on; the coordinator, where they meet, waits a little for them to hear the last word."""
         if not isinstance(self._comm, BoardComm):
             return
         with contextlib.suppress(Exception):
@@ -225,7 +225,7 @@ def main(handle: int, trainer: int) -> None:
     logging.raiseExceptions = False  # nobody may be left to read what is logged
     _step_back()
     torch.set_num_threads(1)
-    Worker(Connection(handle), trainer).run()
+    WriterProcess(Connection(handle), trainer).run()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
     # The store's threads have nothing more to say, and may wait for peers that are gone.

@@ -69,7 +69,7 @@ class Copier:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
         moment.before(stream)
-        queue = _Queue(stream)
+        queue = _StreamQueue(stream)
         with torch.cuda.stream(stream), torch.no_grad():
             for batch in _batches(copies):
                 # In one call: each one hands Python's lock over, and the thread that trains would wait for it every time.
@@ -78,7 +78,7 @@ class Copier:
         return queue.mark()
 
 
-class _Queue:
+class _StreamQueue:
     """What a stream has yet to do, kept short: a driver whose queue is full makes all threads wait that launch work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:

@@ -9,7 +9,7 @@ import torch
 from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES
 from milepost.data.memory import ready
-from milepost.data.write import Entry
+from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described
 from milepost.state.tensors import LocalTensor, Part, size_bytes, torch_dtype
 
@@ -85,7 +85,7 @@ def in_place_of(described: Described, change: Callable[[torch.Tensor, str, Shape
     """The same description of other data: `change` gives what stands for each tensor, and is asked once for each part."""
     tensors = {key: _changed(local, change) for key, local in described.tensors.items()}
     private = [
-        Entry(entry.header, change(ready(entry.data), entry.header.dtype, tuple(entry.header.shape)), entry.live)
+        EntryToWrite(entry.header, change(ready(entry.data), entry.header.dtype, tuple(entry.header.shape)), entry.live)
         for entry in described.private
     ]
     return Described(described.table, described.digest, tensors, private, described.metadata)

@@ -20,7 +20,7 @@ from milepost.background.staging.arena import Arena, budget_of
 from milepost.background.staging.copying import Copier, Copy, Moment, clone_on_devices, room_on
 from milepost.background.staging.packing import Packed, Slot, in_place_of, pack
 from milepost.core.box import Shape
-from milepost.data.write import Entry
+from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described
 
 Way = Literal["auto", "host", "device", "overlap"]
@@ -200,7 +200,7 @@ class Staging:
         return replace(
             result,
             live=frozenset(key for key, local in tensors if any(id(part.data) in live for part in local.parts)),
-            private=[Entry(new.header, new.data, id(old.data) in live) for new, old in private],
+            private=[EntryToWrite(new.header, new.data, id(old.data) in live) for new, old in private],
             released=self.release,
         )
 

@@ -13,9 +13,11 @@ from milepost.commit.publish import parse, read_manifest
 from milepost.core.agreement import Plans
 from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.errors import CheckpointError, CheckpointNotFound, RanksDisagree
-from milepost.planning import DefaultLoadPlanner, DefaultSavePlanner, Metadata, SavePlanner, StorageMeta, StorageWriter
+from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.planning.manifest_bridge import expand
+from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import MakeState, load_planned, place_of, save_planned
+from milepost.planning.records import Metadata, StorageMeta
 from milepost.planning.route import has_own_data, is_local, save_locally_planned
 from milepost.planning.torch_adapters import adapted_load_planner, adapted_reader, adapted_save_planner, adapted_writer
 from milepost.saving.pipeline import SaveOptions
@@ -44,7 +46,7 @@ def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -
                 raise
             # DCP takes one rank's and is silent. So does the global plan, or it says what cannot be saved at all.
             metadata = _save_of_the_lowest(state, writer, own, comm)
-            if comm.rank == comm.lead:
+            if comm.rank == comm.coordinator:
                 found = str(error).partition("\nWrap ")[0]
                 warnings.warn(
                     f"{found}\nThe lowest rank's was saved; milepost.save with PerRank keeps all.", stacklevel=3

@@ -16,8 +16,10 @@ from milepost.dcp._engine.calls import SavedMetadata, comm_of, metadata_at, save
 from milepost.dcp._engine.turns import enter, wait_for_turn
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import raising_checkpoint_exceptions
-from milepost.planning import DefaultSavePlanner, Metadata, SavePlanner, StorageWriter
+from milepost.planning.default import DefaultSavePlanner
+from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
+from milepost.planning.records import Metadata
 from milepost.planning.route import is_plain, noted, options_with
 from milepost.planning.torch_adapters import adapted_save_planner, adapted_writer
 from milepost.saving.describe import describe

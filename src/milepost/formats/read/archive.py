@@ -27,7 +27,7 @@ _MAX_EXTRAS = 8
 """How many extra fields of a record are looked at. Torch writes one; a hostile archive could have 16,000 in each."""
 
 
-class Stored(msgspec.Struct, frozen=True, gc=False):
+class ArchiveMember(msgspec.Struct, frozen=True, gc=False):
     """One record of an archive: where its local header is, its size, and the CRC-32 of its bytes (0: not known)."""
 
     header_at: int
@@ -100,9 +100,9 @@ class Archive:
             count, size, at = record[7], record[8], record[9]
         return at, size, count
 
-    def _read_directory(self, data: bytes, count: int) -> dict[str, Stored]:
+    def _read_directory(self, data: bytes, count: int) -> dict[str, ArchiveMember]:
         """The records by name."""
-        records: dict[str, Stored] = {}
+        records: dict[str, ArchiveMember] = {}
         unpack = _CENTRAL.unpack_from
         at, stop, latest = 0, len(data) - _CENTRAL.size, self._directory_at
         for _ in range(count):
@@ -121,7 +121,7 @@ class Archive:
                 size, packed, header_at = _wide(data[at : at + extra_bytes], [size, packed, header_at])
             if size != packed or header_at + size > latest:
                 raise self._damaged(f"its record {name[:200]!r} has no possible size")
-            records[name] = Stored(header_at, size, crc)
+            records[name] = ArchiveMember(header_at, size, crc)
             at += extra_bytes + comment_bytes
         if len(records) != count or at != len(data):
             raise self._damaged("its directory is damaged")
@@ -139,7 +139,7 @@ class Archive:
             raise UnsupportedFormat(f"{self._what} was saved on a big-endian machine")
         return prefix
 
-    def place(self, name: str) -> tuple[int, Stored]:
+    def place(self, name: str) -> tuple[int, ArchiveMember]:
         """Where the bytes of a record start, counted like `start`, and the record."""
         record = self.records.get(name)
         if record is None:

@@ -18,7 +18,7 @@ from milepost.core.limits import MAX_DIMS
 from milepost.core.tree import FACTORIES
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.formats.read.archive import Archive
-from milepost.formats.read.pickles import BadPickle, Maker, Opaque, Record, load
+from milepost.formats.read.pickles import BadPickle, Maker, NamedObject, Opaque, load
 
 _STORAGES = {
     "DoubleStorage": "float64",
@@ -40,14 +40,14 @@ _ALIKE_BYTES = 1024
 _SCALAR = re.compile(r"[<|]?[biufc][0-9]{1,2}")
 
 
-class Dtype(str):
+class DtypeName(str):
     """The name of a torch dtype."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class StorageRecord:
     """A storage of an archive: the name of its record, its element type and how many elements it has."""
 
     key: str
@@ -59,7 +59,7 @@ class Storage:
 class Strided:
     """A tensor of an archive: which elements of which storage it has. `conj` and `neg` are still to be applied."""
 
-    storage: Storage
+    storage: StorageRecord
     dtype: str
     offset: int
     shape: Shape
@@ -113,13 +113,13 @@ def _tensor_alone(data: bytes) -> Strided | None:
     return found if isinstance(found, Strided) else None
 
 
-def _storage(reference: Any) -> Storage:
+def _storage(reference: Any) -> StorageRecord:
     kind, storage, key, _, elements = reference
     if kind != "storage" or not isinstance(storage, Maker) or storage.name not in _STORAGES:
         raise BadPickle("a tensor has an unknown kind of storage")
     if type(key) is not str or type(elements) is not int or not 0 <= elements < 2**60:
         raise BadPickle("a tensor's storage is not described as torch does")
-    return Storage(key, _STORAGES[storage.name], elements)
+    return StorageRecord(key, _STORAGES[storage.name], elements)
 
 
 def _tensor(
@@ -131,7 +131,7 @@ def _tensor(
 def _tensor_v3(
     storage: Any, offset: Any, shape: Any, strides: Any, _grad: Any, _hooks: Any, dtype: Any, notes: Any = None
 ) -> Strided:
-    if not isinstance(dtype, Dtype):
+    if not isinstance(dtype, DtypeName):
         raise BadPickle("a tensor has no dtype")
     return _make(storage, str(dtype), offset, shape, strides, notes)
 
@@ -141,7 +141,7 @@ def _make(storage: Any, dtype: str, offset: Any, shape: Any, strides: Any, notes
     if any(not isinstance(sizes, (tuple, list)) or len(sizes) > MAX_DIMS for sizes in (shape, strides)):
         raise BadPickle("a tensor has no possible shape")
     shape, strides = tuple(shape), tuple(strides)
-    if not isinstance(storage, Storage) or not isinstance(notes, dict) or set(notes) - {"conj", "neg"}:
+    if not isinstance(storage, StorageRecord) or not isinstance(notes, dict) or set(notes) - {"conj", "neg"}:
         raise BadPickle("a tensor is not described as torch does")
     if len(shape) != len(strides) or any(type(n) is not int or n < 0 for n in (offset, *shape, *strides)):
         raise BadPickle("a tensor has no possible shape")
@@ -201,12 +201,12 @@ def _default(factory: Any = None) -> Any:
 
 def _scalar(dtype: Any, data: Any) -> Any:
     """A number of numpy's."""
-    kind = np.dtype(_is(Record, dtype).args[0])
+    kind = np.dtype(_is(NamedObject, dtype).args[0])
     return np.frombuffer(_is(bytes, data), dtype=kind, count=1)[0]
 
 
 def _numpy_dtype(name: Any, *_: Any) -> Any:
-    return Record("dtype", (name,)) if isinstance(name, str) and _SCALAR.fullmatch(name) else Opaque("numpy.dtype")
+    return NamedObject("dtype", (name,)) if isinstance(name, str) and _SCALAR.fullmatch(name) else Opaque("numpy.dtype")
 
 
 def _size(items: Any) -> Any:
@@ -268,7 +268,7 @@ def _find(module: str, name: str) -> Any:
     if found is not None:
         return found
     if module == "torch" and name in DTYPES:
-        return Dtype(name)
+        return DtypeName(name)
     return Opaque(f"{module}.{name}"[:200])
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 _POLYNOMIAL = 0xEDB88320
 
 
-class Sum(NamedTuple):
+class RangeSum(NamedTuple):
     """The CRC-32 that bytes start..stop should have, and what they are."""
 
     start: int
@@ -23,11 +23,11 @@ class Sums:
     """Checks records as their bytes come in. Those that are never read whole cannot be checked."""
 
     def __init__(self) -> None:
-        self.known: tuple[list[Sum], list[int]] = ([], [])
+        self.known: tuple[list[RangeSum], list[int]] = ([], [])
         self._parts: dict[int, dict[int, tuple[int, int]]] = {}
         self._lock = threading.Lock()
 
-    def add(self, one: Sum) -> None:
+    def add(self, one: RangeSum) -> None:
         """Know one more record; one that overlaps another is left out."""
         with self._lock:
             sums, starts = self.known
@@ -39,8 +39,8 @@ class Sums:
             self.known = ([*sums[:i], one, *sums[i:]], [*starts[:i], one.start, *starts[i:]])
 
     def damaged(
-        self, start: int, views: Sequence[memoryview], known: tuple[list[Sum], list[int]] | None = None
-    ) -> Iterator[Sum]:
+        self, start: int, views: Sequence[memoryview], known: tuple[list[RangeSum], list[int]] | None = None
+    ) -> Iterator[RangeSum]:
         """The records that these bytes, which lie at `start`, complete, and whose sum is not the right one.
 
         `known`: those to look at, where others may have been added while the bytes were read.
@@ -64,7 +64,7 @@ class Sums:
             if whole is not None and whole != one.crc:
                 yield one
 
-    def _joined(self, one: Sum, at: int, length: int, crc: int) -> int | None:
+    def _joined(self, one: RangeSum, at: int, length: int, crc: int) -> int | None:
         """The sum of a record once all its parts were seen; None before."""
         with self._lock:
             parts = self._parts.setdefault(one.start, {})

@@ -18,9 +18,17 @@ from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedForm
 from milepost.formats.read.archive import MAX_PICKLE_BYTES, Archive, Window
 from milepost.formats.read.content import Strided, read_content
 from milepost.formats.read.files import SLACK_BYTES, Item
-from milepost.formats.read.pickles import BadPickle, Maker, Record, load
+from milepost.formats.read.pickles import BadPickle, Maker, NamedObject, load
 from milepost.formats.read.torchfile import placed_in
-from milepost.formats.read.virtual import Allowance, Found, Piece, Placed, Settler, check_total, rescue_from_bytes
+from milepost.formats.read.virtual import (
+    Allowance,
+    FileBox,
+    ForeignState,
+    PlacedTensor,
+    Settler,
+    check_total,
+    rescue_from_bytes,
+)
 from milepost.store import Reader, Store
 from milepost.store.base import check_name
 
@@ -54,7 +62,7 @@ _RECORDS = {
 
 
 @CollectionPaused()
-def read_dcp(store: Store) -> Found:
+def read_dcp(store: Store) -> ForeignState:
     """What DCP saved in a folder. Raises CheckpointDamaged; UnsafeCheckpoint for metadata that names anything but data."""
     data = _read_metadata(store)
     where = f"{store.url}/{METADATA}"
@@ -89,7 +97,7 @@ def read_dcp(store: Store) -> Found:
     ranks = [int(match[1]) for name in names if (match := _RANK.fullmatch(name))]
     files = tuple((name, sizes[name]) for name in names)
     digest = xxhash.xxh3_64_digest(data)
-    return Found("dcp", digest, state, files, max(ranks, default=0) + 1, {}, values.rescuer(paths), store.reader)
+    return ForeignState("dcp", digest, state, files, max(ranks, default=0) + 1, {}, values.rescuer(paths), store.reader)
 
 
 def _read_metadata(store: Store) -> bytes:
@@ -110,7 +118,7 @@ def _read_metadata(store: Store) -> bytes:
 def _find(module: str, name: str) -> Any:
     """What a name in the metadata stands for: records without behaviour, sizes as tuples, dtypes by name."""
     if (module, name) in _RECORDS:
-        return Maker(name, lambda *args: Record(name, args))
+        return Maker(name, lambda *args: NamedObject(name, args))
     if (module, name) == ("torch", "Size"):
         return Maker(name, lambda items=(): tuple(items))
     if (module, name) == ("collections", "OrderedDict"):
@@ -123,7 +131,7 @@ def _find(module: str, name: str) -> Any:
 
 
 def _fields(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, Record) or value.name != name:
+    if not isinstance(value, NamedObject) or value.name != name:
         raise TypeError(f"a {name} was expected")
     return value.fields
 
@@ -163,11 +171,11 @@ def _shape(value: Any) -> Shape:
 def _described(key: Any, entry: Any) -> "tuple[str, Shape, list[Box]] | None":
     """The dtype, shape and parts of a tensor; None for a value."""
     _text(key)
-    if isinstance(entry, Record) and entry.name == "BytesStorageMetadata":
+    if isinstance(entry, NamedObject) and entry.name == "BytesStorageMetadata":
         return None
     fields = _fields(entry, "TensorStorageMetadata")
     properties = fields["properties"]
-    if not isinstance(properties, Record) or properties.name != "TensorProperties":
+    if not isinstance(properties, NamedObject) or properties.name != "TensorProperties":
         raise TypeError("a tensor has no properties")
     dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields.get("dtype")
     if dtype not in DTYPES:
@@ -181,7 +189,7 @@ def _described(key: Any, entry: Any) -> "tuple[str, Shape, list[Box]] | None":
 def _check_chunks(entries: dict[str, Any], most: int) -> None:
     """Refuse metadata in which many tensors have one long list of chunks: there are less chunks than bytes."""
     for entry in entries.values():
-        chunks = entry.fields.get("chunks") if isinstance(entry, Record) else None
+        chunks = entry.fields.get("chunks") if isinstance(entry, NamedObject) else None
         most -= len(chunks) if isinstance(chunks, (list, tuple)) else 0
     if most < 0:
         raise UnsafeCheckpoint("many tensors name the same chunks")
@@ -230,7 +238,7 @@ def _placed(
     stored: dict[tuple[str, Shape | None], tuple[str, Item]],
     numbers: dict[str, int],
     where: str,
-) -> Placed:
+) -> PlacedTensor:
     pieces = []
     for box in boxes:
         if not box.elements:
@@ -238,8 +246,8 @@ def _placed(
         name, item = _stored(stored, key, box.offset, where, alone=len(boxes) == 1)
         if not item.transforms and box.elements * DTYPES[dtype].size_bytes > item.length:
             raise CheckpointDamaged(f"{where}: the part {box.text} of {key[:200]!r} has too few bytes")
-        pieces.append(Piece(box, numbers[name], item))
-    return Placed(dtype, shape, tuple(pieces))
+        pieces.append(FileBox(box, numbers[name], item))
+    return PlacedTensor(dtype, shape, tuple(pieces))
 
 
 # ---------------------------------------------------------------- values
@@ -253,7 +261,7 @@ class _Values:
         self._open: tuple[str, Reader, Window] | None = None
         self._items: dict[str, tuple[str, Item]] = {}
         self._allowance = Allowance()
-        self.tensors: list[Placed] = []
+        self.tensors: list[PlacedTensor] = []
 
     def read(self, key: str, name: str, item: Item, numbers: dict[str, int]) -> Any:
         """The value of a key, with places where it holds tensors."""
@@ -262,7 +270,7 @@ class _Values:
         window, start, length = self._bytes_of(name, item, what)
         archive = Archive(window, start, length, what)
         content = read_content(archive, what)
-        seen: dict[int, tuple[Strided, Placed]] = {}
+        seen: dict[int, tuple[Strided, PlacedTensor]] = {}
         inside = item if item.transforms else None
         allowed = self._allowance.grow(length)
         found = Settler(what, allowed, lambda v: placed_in(archive, v, numbers[name], what, seen, inside)).settle(
@@ -321,18 +329,18 @@ def _as_saved(path: Path, keys: dict[Path, str]) -> Path:
 # ---------------------------------------------------------------- the tree
 
 
-class _Node(dict[Any, Any]):
+class _OpenContainer(dict[Any, Any]):
     """A container that is being filled; whether it is a list shows when all its children are there."""
 
 
 def _nest(where: str, leaves: dict[str, tuple[Path, Any]]) -> Any:
     """The state with its containers."""
-    root = _Node()
+    root = _OpenContainer()
     for key, (path, leaf) in leaves.items():
         here = root
         for part in path[:-1]:
-            following = here.setdefault(part, _Node())
-            if not isinstance(following, _Node):
+            following = here.setdefault(part, _OpenContainer())
+            if not isinstance(following, _OpenContainer):
                 raise CheckpointDamaged(f"{where}: {key[:200]!r} stands below a value")
             here = following
         if path[-1] in here:
@@ -342,7 +350,7 @@ def _nest(where: str, leaves: dict[str, tuple[Path, Any]]) -> Any:
 
 
 def _finished(node: Any) -> Any:
-    if not isinstance(node, _Node):
+    if not isinstance(node, _OpenContainer):
         return node
     children = {name: _finished(child) for name, child in node.items()}
     if children and all(type(name) is int for name in children) and sorted(children) == list(range(len(children))):

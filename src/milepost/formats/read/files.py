@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from milepost.core.box import Box, Shape, boxes_of_run
-from milepost.core.division import ReadItem
+from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest
@@ -25,7 +25,7 @@ from milepost.data.transforms import restored
 from milepost.errors import CheckpointDamaged, CheckpointError
 from milepost.formats.read.archive import Archive, Window
 from milepost.formats.read.content import Strided, located, order_of, read_tensor
-from milepost.formats.read.crc import Cursor, Sum, Sums
+from milepost.formats.read.crc import Cursor, RangeSum, Sums
 from milepost.store import Reader, Store
 
 _ALIGN = 64
@@ -51,7 +51,7 @@ class Item:
     transforms: tuple[str, ...] = ()
 
 
-class Storage(NamedTuple):
+class BackingStorage(NamedTuple):
     """A storage that an entry is a view of: where it starts, like the entry itself, its size and the CRC-32 of its bytes."""
 
     start: int
@@ -73,11 +73,11 @@ class Spot:
     strided: Strided | None = None
     crc: int = 0
     inside: Item | None = None
-    storage: Storage | None = None
+    storage: BackingStorage | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class FileEntry:
     """One entry: its name, key, type and shape, and where it is, or the archive in which that stands."""
 
     name: str
@@ -96,7 +96,7 @@ def spot_of(archive: Archive, tensor: Strided, what: str, inside: Item | None = 
     """Where a tensor of an archive lies."""
     start, crc = located(archive, tensor, what)
     size, order = DTYPES[tensor.dtype].size_bytes, order_of(tensor)
-    storage = Storage(start, tensor.storage.elements * DTYPES[tensor.storage.dtype].size_bytes, crc)
+    storage = BackingStorage(start, tensor.storage.elements * DTYPES[tensor.storage.dtype].size_bytes, crc)
     at = start + tensor.offset * size
     if order is None:
         return Spot(at, strided=tensor, inside=inside, storage=storage)
@@ -108,7 +108,7 @@ def spot_of(archive: Archive, tensor: Strided, what: str, inside: Item | None = 
 class ForeignFile(VerifiedFile):
     """One file of another library, open. May be used by several threads at once."""
 
-    def __init__(self, store: Store, name: str, slots: Sequence[Slot], open_file: Callable[[], Reader]) -> None:
+    def __init__(self, store: Store, name: str, slots: Sequence[FileEntry], open_file: Callable[[], Reader]) -> None:
         self.name, self.where, self.block_bytes = name, f"{store.url}/{name}", PAGE_BYTES
         try:
             self._raw = open_file()
@@ -119,8 +119,8 @@ class ForeignFile(VerifiedFile):
         self._checks = Sums()
         self._spots: dict[str, Spot] = {}
         self._unpacked: tuple[Item, bytes] | None = None
-        self._views: list[Slot] = []
-        self._right: set[tuple[Storage, Item | None]] = set()
+        self._views: list[FileEntry] = []
+        self._right: set[tuple[BackingStorage, Item | None]] = set()
         self._in_place = all(_is_aligned(slot) for slot in slots)
         self._sorted, self._starts, end = _lay_out(slots)
         self._places = {slot.name: i for i, slot in enumerate(self._sorted)}
@@ -128,7 +128,7 @@ class ForeignFile(VerifiedFile):
         data_bytes = self._raw.size_bytes if self._in_place else end
         self.header = Header({}, {}, 0, data_bytes, 0)
 
-    def entry(self, item: ReadItem, dtype: str) -> Entry:
+    def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless the file holds it whole."""
         slot = self._slots.get(item.name)
         if slot is None or slot.dtype != dtype or slot.shape != item.source.shape:
@@ -136,15 +136,15 @@ class ForeignFile(VerifiedFile):
         start = self._start(slot, self._spot(slot))
         return Entry(DTYPES[dtype].stored_as, slot.shape, (start, start + slot.size_bytes))
 
-    def order(self, item: ReadItem) -> Shape | None:
+    def order(self, item: PlannedRead) -> Shape | None:
         """The dimensions from the outermost to the innermost in the file; None where that is their own order."""
         spot = self._spots.get(item.name)
         return spot.order if spot is not None else None
 
-    def _start(self, slot: Slot, spot: Spot) -> int:
+    def _start(self, slot: FileEntry, spot: Spot) -> int:
         return spot.at if self._in_place else self._starts[self._places[slot.name]]
 
-    def _spot(self, slot: Slot) -> Spot:
+    def _spot(self, slot: FileEntry) -> Spot:
         """Where an entry is, found out once."""
         spot = self._spots.get(slot.name)
         if spot is None:
@@ -157,10 +157,10 @@ class ForeignFile(VerifiedFile):
                 self._views.append(slot)
             if spot.crc:
                 start = self._start(slot, spot)
-                self._checks.add(Sum(start, start + slot.size_bytes, spot.crc, slot.key))
+                self._checks.add(RangeSum(start, start + slot.size_bytes, spot.crc, slot.key))
         return spot
 
-    def _look_into(self, slot: Slot, item: Item) -> Spot:
+    def _look_into(self, slot: FileEntry, item: Item) -> Spot:
         what = f"{slot.key[:200]!r} in {self.where}"
         if item.offset + item.length > self._raw.size_bytes:
             raise CheckpointDamaged(f"{self.where} ends before {slot.key[:200]!r} does")
@@ -174,7 +174,7 @@ class ForeignFile(VerifiedFile):
             raise CheckpointDamaged(f"{what} is {tensor.dtype} {tensor.shape}, not {slot.dtype} {slot.shape}")
         return spot_of(archive, tensor, what, item if item.transforms else None)
 
-    def _unpack(self, slot: Slot, item: Item) -> bytes:
+    def _unpack(self, slot: FileEntry, item: Item) -> bytes:
         kept = self._unpacked
         if kept is None or kept[0] != item:
             packed = bytearray(item.length)
@@ -226,7 +226,7 @@ class ForeignFile(VerifiedFile):
             self._views[:0] = views  # whoever asks again hears it again
             raise CheckpointDamaged(damaged.reason)
 
-    def _damaged_storages(self, slots: Iterable[Slot]) -> Iterator[Damage]:
+    def _damaged_storages(self, slots: Iterable[FileEntry]) -> Iterator[Damage]:
         """Check the storages that these entries are views of, each once, as long as they are found to be right."""
         for slot in slots:
             spot = self._spots[slot.name]
@@ -240,16 +240,16 @@ class ForeignFile(VerifiedFile):
             if crc == storage.crc:
                 self._right.add((storage, inside))
             else:
-                yield Damage(self.name, self._explain_sum(Sum(storage.start, stop, crc, slot.key)), (slot.name,))
+                yield Damage(self.name, self._explain_sum(RangeSum(storage.start, stop, crc, slot.key)), (slot.name,))
 
-    def _gather_into(self, slot: Slot, spot: Spot, start: int, views: list[memoryview]) -> None:
+    def _gather_into(self, slot: FileEntry, spot: Spot, start: int, views: list[memoryview]) -> None:
         """Fill views with an entry that does not lie in one run in the file, a little at a time."""
         cursor, stop = Cursor(views), start + sum(map(len, views))
         for low in range(start, stop, _GATHER_BYTES):
             high = min(low + _GATHER_BYTES, stop)
             _fill(cursor.take(high - low), self._gathered(slot, spot, low, high))
 
-    def _gathered(self, slot: Slot, spot: Spot, start: int, stop: int) -> bytes:
+    def _gathered(self, slot: FileEntry, spot: Spot, start: int, stop: int) -> bytes:
         """Bytes start..stop of an entry, as if it lay in rows."""
         read = self._read_raw if spot.inside is None else _from_memory(self._unpack(slot, spot.inside))
         return read(spot.at + start, stop - start) if spot.strided is None else _gather(read, spot, start, stop)
@@ -263,12 +263,12 @@ class ForeignFile(VerifiedFile):
         """Check what these bytes complete. Raises CheckpointDamaged, naming file and key."""
         self._check(start, views, self._checks.known)
 
-    def _check(self, start: int, views: Sequence[memoryview], known: tuple[list[Sum], list[int]]) -> None:
+    def _check(self, start: int, views: Sequence[memoryview], known: tuple[list[RangeSum], list[int]]) -> None:
         damaged = next(self._checks.damaged(start, views, known), None)
         if damaged is not None:
             raise CheckpointDamaged(self._explain_sum(damaged))
 
-    def _explain_sum(self, damaged: Sum) -> str:
+    def _explain_sum(self, damaged: RangeSum) -> str:
         return f"{self.where}: the bytes of {damaged.what[:200]!r} are not what was saved; their CRC-32 differs"
 
     def entries_in(self, block: int) -> list[str]:
@@ -313,7 +313,7 @@ class ForeignFiles(Files):
     """The files of a checkpoint of another library, opened when they are first needed."""
 
     def __init__(
-        self, store: Store, manifest: Manifest, names: Sequence[str], slots: Sequence[Sequence[Slot]], opening: Any
+        self, store: Store, manifest: Manifest, names: Sequence[str], slots: Sequence[Sequence[FileEntry]], opening: Any
     ) -> None:
         super().__init__(store, manifest)
         self._names, self._slots, self._opening = names, slots, opening
@@ -349,14 +349,14 @@ class _Warm:
         self._reader.close()
 
 
-def _is_aligned(slot: Slot) -> bool:
+def _is_aligned(slot: FileEntry) -> bool:
     spot = slot.where
     if not isinstance(spot, Spot) or spot.strided is not None or spot.inside is not None:
         return False
     return spot.at % DTYPES[slot.dtype].size_bytes == 0
 
 
-def _lay_out(slots: Sequence[Slot]) -> tuple[list[Slot], list[int], int]:
+def _lay_out(slots: Sequence[FileEntry]) -> tuple[list[FileEntry], list[int], int]:
     """The entries in the order of the file, the address of each, and where the last ends."""
     ordered = sorted(slots, key=lambda s: s.where.at if isinstance(s.where, Spot) else s.where.offset)
     starts, end = [], 0

@@ -13,7 +13,7 @@ from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES, MIB
 from milepost.core.shardfile import Entry, count_entries
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
 from milepost.formats.read.files import Spot
-from milepost.formats.read.virtual import Found, Piece, Placed
+from milepost.formats.read.virtual import FileBox, ForeignState, PlacedTensor
 from milepost.store import LocalStore, Reader, Store
 
 _MAX_INDEX_BYTES = 256 * MIB
@@ -27,7 +27,7 @@ class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _Notes(msgspec.Struct, rename={"notes": "__metadata__"}):
+class _FileNotes(msgspec.Struct, rename={"notes": "__metadata__"}):
     notes: dict[str, str] = {}
 
 
@@ -37,11 +37,11 @@ class _Offsets(msgspec.Struct):
 
 # Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
 _INDEX = msgspec.json.Decoder(_Index)
-_NOTES = msgspec.json.Decoder(_Notes)
+_NOTES = msgspec.json.Decoder(_FileNotes)
 _PLACES = msgspec.json.Decoder(dict[str, _Offsets])
 
 
-def read_folder(store: Store, index: str) -> Found:
+def read_folder(store: Store, index: str) -> ForeignState:
     """The shards that an index lists. Raises CheckpointDamaged where one lacks what the index promises."""
     data = _read_small(store, index)
     try:
@@ -52,14 +52,14 @@ def read_folder(store: Store, index: str) -> Found:
     return _read(store, names, weights, data)
 
 
-def read_files(store: Store, names: list[str]) -> Found:
+def read_files(store: Store, names: list[str]) -> ForeignState:
     """All tensors of these files, in which no key may stand twice, but for parts of one that torch's writer cut."""
     return _read(store, sorted(names), None, b"")
 
 
-def _read(store: Store, names: list[str], weights: dict[str, str] | None, index: bytes) -> Found:
+def _read(store: Store, names: list[str], weights: dict[str, str] | None, index: bytes) -> ForeignState:
     hasher = xxhash.xxh3_64(index)
-    parts: dict[str, list[tuple[tuple[int, ...], str, tuple[int, ...], Piece]]] = {}
+    parts: dict[str, list[tuple[tuple[int, ...], str, tuple[int, ...], FileBox]]] = {}
     files: list[tuple[str, int]] = []
     notes: dict[str, str] = {}
     for number, name in enumerate(names):
@@ -73,7 +73,7 @@ def _read(store: Store, names: list[str], weights: dict[str, str] | None, index:
                 dtype, shape = _type_of(entry, f"{key[:200]!r} in {store.url}/{name}")
                 at = places.get(key, (0,) * len(shape))
                 spot = Spot(len(head) + entry.data_offsets[0])
-                parts.setdefault(key, []).append((at, dtype, shape, Piece(_box(at, shape, key), number, spot)))
+                parts.setdefault(key, []).append((at, dtype, shape, FileBox(_box(at, shape, key), number, spot)))
     missing = [key for key in weights or () if key not in parts]
     if missing:
         raise CheckpointDamaged(
@@ -84,7 +84,7 @@ def _read(store: Store, names: list[str], weights: dict[str, str] | None, index:
     def opened(name: str) -> Reader:
         return _reader(store, name)
 
-    return Found("safetensors", hasher.digest(), state, tuple(files), 1, notes, lambda _: b"", opened)
+    return ForeignState("safetensors", hasher.digest(), state, tuple(files), 1, notes, lambda _: b"", opened)
 
 
 def _box(at: tuple[int, ...], shape: tuple[int, ...], key: str) -> Box:
@@ -94,14 +94,14 @@ def _box(at: tuple[int, ...], shape: tuple[int, ...], key: str) -> Box:
         raise CheckpointDamaged(f"the part of {key[:200]!r} lies nowhere: {error}") from None
 
 
-def _placed(key: str, parts: list[tuple[tuple[int, ...], str, tuple[int, ...], Piece]], url: str) -> Placed:
+def _placed(key: str, parts: list[tuple[tuple[int, ...], str, tuple[int, ...], FileBox]], url: str) -> PlacedTensor:
     if len({(dtype, len(shape)) for _, dtype, shape, _ in parts}) > 1:
         raise CheckpointDamaged(f"{url}: {key[:200]!r} stands in several files as different things")
     pieces = tuple(piece for _, _, _, piece in parts)
     shape = tuple(map(max, zip(*(piece.box.end for piece in pieces), strict=True)))
     if len(pieces) > 1 and len({piece.box for piece in pieces}) == 1:
         raise CheckpointDamaged(f"{url}: {key[:200]!r} stands in several files, and no index says which one counts")
-    return Placed(parts[0][1], shape, tuple(p for p in pieces if p.box.elements))
+    return PlacedTensor(parts[0][1], shape, tuple(p for p in pieces if p.box.elements))
 
 
 def _type_of(entry: Entry, what: str) -> tuple[str, tuple[int, ...]]:

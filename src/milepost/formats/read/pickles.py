@@ -38,7 +38,7 @@ class Maker:
     hashes: bool = False
 
 
-class Record:
+class NamedObject:
     """An object of a class that we know by name only: its arguments and its fields, as plain data."""
 
     __slots__ = ("args", "fields", "name", "state")
@@ -146,7 +146,7 @@ class _Machine:
 
     def check_key(self, value: Any, alike: "Counter[int]") -> None:
         """Refuse a key that is slow to hash, or that makes a dict slow; `alike` counts the hashes of the others in it."""
-        if type(value) in (str, bytes, Record) or (type(value) is int and -_SHORT_INT < value < _SHORT_INT):
+        if type(value) in (str, bytes, NamedObject) or (type(value) is int and -_SHORT_INT < value < _SHORT_INT):
             return
         self._check_depth(value, 0)
         found = hash(value)
@@ -203,7 +203,7 @@ class _Machine:
     def build(self) -> None:
         state = self.stack.pop()
         target = self.stack[-1]
-        if isinstance(target, Record):
+        if isinstance(target, NamedObject):
             parts = state if isinstance(state, tuple) else (state,)
             self.spend(len(parts))
             self.spend(sum(len(part) for part in parts if isinstance(part, dict)))

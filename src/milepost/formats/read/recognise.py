@@ -7,7 +7,7 @@ from milepost.errors import CheckpointNotFound, UnsupportedFormat
 from milepost.formats.read.dcp import METADATA, read_dcp
 from milepost.formats.read.huggingface import read_files, read_folder
 from milepost.formats.read.torchfile import read_torch_file
-from milepost.formats.read.virtual import Foreign, Found, virtual
+from milepost.formats.read.virtual import Foreign, ForeignState, virtual
 from milepost.store import LocalStore, Store
 
 _INDEX = "model.safetensors.index.json"
@@ -27,7 +27,7 @@ def recognise(store: Store) -> Foreign | None:
     return None if found is None else virtual(store, found)
 
 
-def _read_folder(store: Store) -> Found | None:
+def _read_folder(store: Store) -> ForeignState | None:
     names = _names(store)
     if METADATA in names:
         return read_dcp(store)
@@ -59,7 +59,7 @@ def _names(store: Store) -> set[str]:
     return names
 
 
-def _read_file(store: Store, name: str) -> Found:
+def _read_file(store: Store, name: str) -> ForeignState:
     reader = store.reader(name)
     try:
         head = bytearray(min(9, reader.size_bytes))

@@ -5,14 +5,22 @@ import xxhash
 from milepost.core.box import Box
 from milepost.core.tree import Path
 from milepost.formats.read.archive import Archive, Window
-from milepost.formats.read.content import Dtype, Strided, read_content
+from milepost.formats.read.content import DtypeName, Strided, read_content
 from milepost.formats.read.files import Item, spot_of
 from milepost.formats.read.pickles import Opaque
-from milepost.formats.read.virtual import Allowance, Found, Piece, Placed, Settler, check_total, rescue_from_file
+from milepost.formats.read.virtual import (
+    Allowance,
+    FileBox,
+    ForeignState,
+    PlacedTensor,
+    Settler,
+    check_total,
+    rescue_from_file,
+)
 from milepost.store import Reader, Store
 
 
-def read_torch_file(store: Store, name: str) -> Found:
+def read_torch_file(store: Store, name: str) -> ForeignState:
     """What `torch.save` put into a file. Raises CheckpointDamaged or UnsupportedFormat."""
     what = f"{store.url}/{name}"
     reader = store.reader(name)
@@ -21,7 +29,7 @@ def read_torch_file(store: Store, name: str) -> Found:
         content = read_content(archive, what)
         size = archive.records[f"{archive.prefix}data.pkl"].size_bytes
         digest = xxhash.xxh3_64_digest(repr((reader.size_bytes, sorted(archive.records.items()))).encode())
-        placed: dict[int, tuple[Strided, Placed]] = {}
+        placed: dict[int, tuple[Strided, PlacedTensor]] = {}
         state = Settler(what, Allowance().grow(size), lambda value: placed_in(archive, value, 0, what, placed)).settle(
             content
         )
@@ -37,7 +45,7 @@ def read_torch_file(store: Store, name: str) -> Found:
     def opened(_: str) -> Reader:
         return store.reader(name)
 
-    return Found("torch", digest, state, ((name, file_bytes),), 1, {}, rescue, opened)
+    return ForeignState("torch", digest, state, ((name, file_bytes),), 1, {}, rescue, opened)
 
 
 def _torch_dtype(name: str) -> object:
@@ -51,17 +59,17 @@ def placed_in(
     value: object,
     file: int,
     what: str,
-    seen: dict[int, tuple[Strided, Placed]],
+    seen: dict[int, tuple[Strided, PlacedTensor]],
     inside: Item | None = None,
 ) -> object:
     """A tensor of an archive with its place in the file; any other value as it is."""
-    if isinstance(value, Dtype):
+    if isinstance(value, DtypeName):
         return _torch_dtype(value)
     if not isinstance(value, Strided):
         return value
     if id(value) not in seen:
-        pieces: tuple[Piece, ...] = ()
+        pieces: tuple[FileBox, ...] = ()
         if 0 not in value.shape:
-            pieces = (Piece(Box.whole(value.shape), file, spot_of(archive, value, what, inside)),)
-        seen[id(value)] = (value, Placed(value.dtype, value.shape, pieces))
+            pieces = (FileBox(Box.whole(value.shape), file, spot_of(archive, value, what, inside)),)
+        seen[id(value)] = (value, PlacedTensor(value.dtype, value.shape, pieces))
     return seen[id(value)][1]

@@ -1,6 +1,6 @@
 """A checkpoint of another library as one of ours: a manifest that was never written, and files that read like our own.
 
-A reader of a format gives the state as it was saved, with a `Placed` where a tensor stands. That is flattened by the
+A reader of a format gives the state as it was saved, with a `PlacedTensor` where a tensor stands. That is flattened by the
 same rules as a state that is saved or loaded, so that keys, values and containers match in the same way.
 """
 
@@ -20,7 +20,7 @@ from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.shardfile import entry_name
 from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import CheckpointDamaged, InvalidState, UnsafeCheckpoint
-from milepost.formats.read.files import ForeignFiles, Item, Slot, Spot
+from milepost.formats.read.files import FileEntry, ForeignFiles, Item, Spot
 from milepost.formats.read.pickles import Opaque
 from milepost.state.values import Codec
 from milepost.store import Reader, Store
@@ -33,7 +33,7 @@ _SHARED = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class FileBox:
     """A box of a tensor: the number of the file that holds it, and where in it."""
 
     box: Box
@@ -42,16 +42,16 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Placed:
+class PlacedTensor:
     """A tensor whose bytes are in files."""
 
     dtype: str
     shape: Shape
-    pieces: tuple[Piece, ...]
+    pieces: tuple[FileBox, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class ForeignState:
     """What a reader of a format found: the state, and how to get what only pickle can make, by path.
 
     `files` are the names and sizes; `digest` is the same on all ranks that see the same checkpoint.
@@ -77,20 +77,20 @@ class Foreign:
     files: ForeignFiles
 
 
-def virtual(store: Store, found: Found) -> Foreign:
+def virtual(store: Store, found: ForeignState) -> Foreign:
     """The checkpoint as one of ours. Raises CheckpointDamaged where tensors have holes, UnsafeCheckpoint beyond limits."""
     flat = _flat(store, found.state)
-    slots: list[list[Slot]] = [[] for _ in found.files]
+    slots: list[list[FileEntry]] = [[] for _ in found.files]
     layouts: dict[Layout, int] = {}
     tensors, values = [], []
     for key, leaf in flat.leaves.items():
-        if isinstance(leaf, Placed):
+        if isinstance(leaf, PlacedTensor):
             layout = _layout(store, key, leaf)
             tensors.append(Tensor(key, leaf.dtype, leaf.shape, layouts.setdefault(layout, len(layouts))))
             for piece in leaf.pieces:
                 if piece.box.elements:
                     name = entry_name(key, piece.box, leaf.shape)
-                    slots[piece.file].append(Slot(name, key, leaf.dtype, piece.box.shape, piece.where))
+                    slots[piece.file].append(FileEntry(name, key, leaf.dtype, piece.box.shape, piece.where))
         else:
             values.append(Value(key, _spelled(leaf, key, found.rescue, flat.paths[key])))
     manifest = Manifest(
@@ -120,7 +120,7 @@ def _flat(store: Store, state: Any) -> Flat:
 
 def leaf_kind(value: Any) -> Leaf | None:
     """What kind of leaf this is, or None for a container, as for a state of ours."""
-    if isinstance(value, Placed):
+    if isinstance(value, PlacedTensor):
         return "tensor"
     if isinstance(value, Mapping):
         return None
@@ -130,10 +130,10 @@ def leaf_kind(value: Any) -> Leaf | None:
 def _holds_tensor(value: Any) -> bool:
     if isinstance(value, Mapping):
         return any(map(_holds_tensor, value.values()))
-    return isinstance(value, Placed) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
+    return isinstance(value, PlacedTensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
 
 
-def _layout(store: Store, key: str, tensor: Placed) -> Layout:
+def _layout(store: Store, key: str, tensor: PlacedTensor) -> Layout:
     whole = Box.whole(tensor.shape)
     if not whole.elements:
         return Whole("0")
@@ -260,7 +260,7 @@ def unpickled(archive: bytes | str, path: Path) -> Any:
     return value
 
 
-def check_total(what: str, tensors: Iterable[Placed], file_bytes: int) -> None:
+def check_total(what: str, tensors: Iterable[PlacedTensor], file_bytes: int) -> None:
     """Refuse tensors that are out of all proportion to their files: views of one storage, many times over."""
     most_bytes = _SHARED * file_bytes + GIB
     total = sum(Box.whole(t.shape).elements * DTYPES[t.dtype].size_bytes for t in tensors)

@@ -37,7 +37,7 @@ class LateReader(Protocol):
         """Fill all targets. Raises CheckpointDamaged where the source is not what was saved."""
 
 
-class Late(NamedTuple):
+class LateBox(NamedTuple):
     """A box of a saved tensor that is read when it is written."""
 
     reader: LateReader
@@ -51,17 +51,17 @@ class Late(NamedTuple):
         return self.box.elements * DTYPES[self.dtype].size_bytes
 
 
-Data = bytes | torch.Tensor | Late
+Data = bytes | torch.Tensor | LateBox
 
 
 def bytes_in(data: Data) -> int:
     """How many bytes a piece of content takes."""
     if isinstance(data, bytes):
         return len(data)
-    return data.size_bytes if isinstance(data, Late) else data.numel() * data.element_size()
+    return data.size_bytes if isinstance(data, LateBox) else data.numel() * data.element_size()
 
 
-class Piece(NamedTuple):
+class FilePiece(NamedTuple):
     """Something that lies at `start` of a file. Tensors lie at multiples of their element size."""
 
     start: int
@@ -69,7 +69,7 @@ class Piece(NamedTuple):
     data: Data
 
 
-class Sum(NamedTuple):
+class PieceSum(NamedTuple):
     """The CRC-32 of bytes `low..low+length` of the piece at `start` of a file; `closed`: what follows it is written."""
 
     start: int
@@ -95,13 +95,13 @@ class Summed(Protocol):
 class Content:
     """All of a file but the sums of `archives`, the parts of it that want some. Those lie in order, and hold all tensors."""
 
-    def __init__(self, name: str, size_bytes: int, pieces: list[Piece], archives: Sequence[Summed] = ()) -> None:
+    def __init__(self, name: str, size_bytes: int, pieces: list[FilePiece], archives: Sequence[Summed] = ()) -> None:
         self.name, self.size_bytes, self.archives = name, size_bytes, archives
         self._bases = [archive.base for archive in archives]
         self.pieces = sorted((piece for piece in pieces if piece.size_bytes), key=lambda piece: piece.start)
         self._starts = [piece.start for piece in self.pieces]
 
-    def between(self, start: int, stop: int) -> list[Piece]:
+    def between(self, start: int, stop: int) -> list[FilePiece]:
         """The pieces that bytes start..stop touch."""
         first = max(bisect_right(self._starts, start) - 1, 0)
         found = self.pieces[first : bisect_right(self._starts, stop - 1)]
@@ -111,7 +111,7 @@ class Content:
         """The archive that holds the tensor which starts there."""
         return self.archives[bisect_right(self._bases, start) - 1]
 
-    def fill(self, start: int, stop: int, block: Block) -> list[tuple[Piece, int, memoryview]]:
+    def fill(self, start: int, stop: int, block: Block) -> list[tuple[FilePiece, int, memoryview]]:
         """Bring bytes start..stop together at the beginning of a block. Gives (piece, low, bytes) of each tensor there."""
         late: dict[LateReader, list[Wanted]] = {}
         tensors = []
@@ -122,7 +122,7 @@ class Content:
                 block.view[at : at + high - low] = piece.data[low:high]
                 continue
             tensors.append((piece, low, block.view[at : at + high - low]))
-            if isinstance(piece.data, Late):
+            if isinstance(piece.data, LateBox):
                 late.setdefault(piece.data.reader, []).extend(_wanted(piece.data, low, high, block, at))
             else:
                 copy_run(piece.data, low, high, block, at)
@@ -131,7 +131,7 @@ class Content:
         return tensors
 
 
-def _wanted(late: Late, low: int, high: int, block: Block, at: int) -> list[Wanted]:
+def _wanted(late: LateBox, low: int, high: int, block: Block, at: int) -> list[Wanted]:
     """The boxes that bytes low..high of a late tensor form, with the part of the block that each goes to."""
     size = DTYPES[late.dtype].size_bytes
     room, position = block.as_type(torch_dtype(late.dtype)), at // size
@@ -160,15 +160,15 @@ def copy_run(data: torch.Tensor, low: int, high: int, block: Block, at: int) -> 
 
 
 def _sum_up(
-    content: Content, start: int, stop: int, block: Block, tensors: list[tuple[Piece, int, memoryview]]
-) -> Iterator[Sum]:
+    content: Content, start: int, stop: int, block: Block, tensors: list[tuple[FilePiece, int, memoryview]]
+) -> Iterator[PieceSum]:
     """Put the sums of a block's tensors where they belong, as far as that is in the block. Gives those that are still needed."""
-    found: dict[Summed, list[Sum]] = {}
+    found: dict[Summed, list[PieceSum]] = {}
     for piece, low, view in tensors:
         archive, crc, closed = content.archive_of(piece.start), zlib.crc32(view), False
         if len(view) == piece.size_bytes:
             closed = _put(block, start, stop, *archive.descriptor(piece.start, crc))
-        found.setdefault(archive, []).append(Sum(piece.start, low, len(view), crc, closed))
+        found.setdefault(archive, []).append(PieceSum(piece.start, low, len(view), crc, closed))
     for archive, parts in found.items():
         whole = start <= archive.base and archive.base + archive.size_bytes <= stop
         if not whole or not _put(block, start, stop, *archive.directory({part.start: part.crc for part in parts})):
@@ -191,12 +191,12 @@ def write_range(
     transfer: Transfer,
     meter: Meter,
     seen: Callable[[int, memoryview], None] | None = None,
-) -> list[Sum]:
+) -> list[PieceSum]:
     """Write bytes start..stop of a file, in blocks. Gives the sums that could not be put into their place by then.
 
     `seen` is called with each block and its position before it is written, from any thread.
     """
-    sums: list[Sum] = []
+    sums: list[PieceSum] = []
     pieces = content.between(start, stop)
     pinned = needs_pinned([piece.data for piece in pieces if isinstance(piece.data, torch.Tensor)])
 

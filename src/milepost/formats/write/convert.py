@@ -24,15 +24,15 @@ from milepost.core.tree import LEAVES, Node, build, grow
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, InvalidRequest
-from milepost.formats.write.content import Content, Late, Piece
+from milepost.formats.write.content import Content, FilePiece, LateBox
 from milepost.formats.write.dcp import dcp_plan
-from milepost.formats.write.files import Attempt, Plan, write_together
+from milepost.formats.write.files import Attempt, FolderPlan, write_together
 from milepost.formats.write.huggingface import INDEX, HfLayout, HfTensor, hf_layout, owns
 from milepost.formats.write.milepost import Contents, write_milepost
 from milepost.formats.write.source import FilesReader
-from milepost.formats.write.torchfile import Stored, plain_value, refuse_unreadable, torch_plan
+from milepost.formats.write.torchfile import TensorStub, plain_value, refuse_unreadable, torch_plan
 from milepost.state.values import Codec
-from milepost.store import LocalStore, Store, Where, store_at
+from milepost.store import LocalStore, Location, Store, store_at
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,8 +54,8 @@ class Converted(msgspec.Struct, frozen=True):
 
 
 def convert(
-    source: Where,
-    target: Where,
+    source: Location,
+    target: Location,
     to: Format = "milepost",
     *,
     rename: Rename | None = None,
@@ -90,8 +90,8 @@ def convert(
         raise InvalidRequest(f"max_shard_bytes is positive, not {max_shard_bytes}")
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
     store = store_at(target)
-    meter = Meter("save", store.url, progress if comm.rank == comm.lead else None)
-    opened = _Source(source, tuple(types), allow_pickle, rename, limited)
+    meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
+    opened = _Origin(source, tuple(types), allow_pickle, rename, limited)
     try:
         if to == "milepost":
             write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
@@ -124,8 +124,8 @@ def local_folder(store: Store, to: str) -> Path:
 
 
 def _foreign(
-    source: "_Source", to: str, target: Path, world: int, max_shard_bytes: int, drop_values: bool
-) -> tuple[Path, Callable[[], Plan]]:
+    source: "_Origin", to: str, target: Path, world: int, max_shard_bytes: int, drop_values: bool
+) -> tuple[Path, Callable[[], FolderPlan]]:
     """The folder that files are made in, and what gives the plan for them."""
     if to == "torch":
         if target.is_dir():
@@ -138,11 +138,11 @@ def _foreign(
     return target, lambda: source.chosen.hf_plan(max_shard_bytes, drop_values)
 
 
-class _Source:
+class _Origin:
     """The source, opened when it is first used: in a meeting, where an error of one rank reaches all."""
 
     def __init__(
-        self, where: Where, types: tuple[type, ...], allow_pickle: bool, rename: Rename | None, transfer: Transfer
+        self, where: Location, types: tuple[type, ...], allow_pickle: bool, rename: Rename | None, transfer: Transfer
     ) -> None:
         self._where, self._types, self._allow_pickle = where, types, allow_pickle
         self._rename, self._transfer = rename, transfer
@@ -227,9 +227,9 @@ class _Chosen:
 
     def dcp_state(self) -> tuple[dict[str, Any], Mapping[str, Any]]:
         """For DCP: the state flattened by torch's own rule, and the way back."""
-        stands: dict[int, tuple[torch.Tensor, Stored]] = {}
+        stands: dict[int, tuple[torch.Tensor, TensorStub]] = {}
 
-        def stand_in(stored: Stored) -> Any:
+        def stand_in(stored: TensorStub) -> Any:
             blank = torch.empty(0, device="meta")  # torch goes into a list only if it sees tensors there
             stands[id(blank)] = blank, stored
             return blank
@@ -249,11 +249,11 @@ class _Chosen:
 
         return {key: resolve(value) for key, value in flat.items()}, mapping
 
-    def _read_inside(self, value: Any, stands: "dict[int, tuple[torch.Tensor, Stored]]") -> Any:
+    def _read_inside(self, value: Any, stands: "dict[int, tuple[torch.Tensor, TensorStub]]") -> Any:
         """A value that DCP pickles as a whole: tensors in tuples are read into memory, as torch's own save has them."""
         if isinstance(value, torch.Tensor) and id(value) in stands:
             late = stands[id(value)][1].data
-            assert isinstance(late, Late)
+            assert isinstance(late, LateBox)
             return self.checkpoint.tensors[late.key].read()
         if isinstance(value, (list, tuple)):
             return type(value)(self._read_inside(item, stands) for item in value)
@@ -261,7 +261,7 @@ class _Chosen:
             return type(value)((key, self._read_inside(item, stands)) for key, item in value.items())
         return value
 
-    def hf_plan(self, max_shard_bytes: int, drop_values: bool) -> Plan:
+    def hf_plan(self, max_shard_bytes: int, drop_values: bool) -> FolderPlan:
         """For safetensors."""
         tensors = [t for t in self.tensors if t.kind in ("tensor", "numpy")]
         others = {node.key for node in self.nodes if node.kind in LEAVES} - {t.key for t in tensors}
@@ -272,9 +272,9 @@ class _Chosen:
             max_shard_bytes,
         )
         late = {t.key: self._late(t).data for t in tensors}
-        return plan_of(layout, {t.key: Piece(0, t.size_bytes, late[t.key]) for t in tensors})
+        return plan_of(layout, {t.key: FilePiece(0, t.size_bytes, late[t.key]) for t in tensors})
 
-    def _built(self, values: dict[str, Any], stand_in: Callable[[Stored], Any] = lambda stored: stored) -> Any:
+    def _built(self, values: dict[str, Any], stand_in: Callable[[TensorStub], Any] = lambda stored: stored) -> Any:
         """The containers, with stand-ins for tensors. `values` gets all other leaves by key."""
         tensors = {t.key: t for t in self.tensors if t.kind in ("tensor", "numpy")}
 
@@ -291,8 +291,8 @@ class _Chosen:
         except ValueError as error:
             raise CheckpointDamaged(f"{self.checkpoint.url}: {error}") from error
 
-    def _late(self, tensor: _Leaf) -> Stored:
-        return Stored.late(self.reader, tensor.old, tensor.dtype, tensor.shape)
+    def _late(self, tensor: _Leaf) -> TensorStub:
+        return TensorStub.late(self.reader, tensor.old, tensor.dtype, tensor.shape)
 
 
 def choose(tree: Iterable[Node], rename: Rename | None, codec: Codec) -> tuple[tuple[Node, ...], dict[str, str]]:
@@ -372,12 +372,12 @@ def _fits_json(value: Any) -> bool:
     return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
-def plan_of(layout: HfLayout, data: Mapping[str, Piece]) -> Plan:
+def plan_of(layout: HfLayout, data: Mapping[str, FilePiece]) -> FolderPlan:
     """The plan for safetensors files: their headers, and what `data` gives for each key."""
     files = []
     for file in layout.files:
-        pieces = [Piece(0, len(file.head), file.head)]
+        pieces = [FilePiece(0, len(file.head), file.head)]
         pieces += [data[key]._replace(start=start) for key, start in file.starts.items() if key in data]
         files.append(Content(file.name, file.size_bytes, pieces))
     last = [] if layout.index_json is None else [(INDEX, layout.index_json)]
-    return Plan(files, last, owns, [INDEX])
+    return FolderPlan(files, last, owns, [INDEX])

@@ -25,10 +25,10 @@ from torch.distributed.checkpoint.metadata import (
 from milepost.core.box import Box
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
-from milepost.formats.write.content import Content, Late, Piece, write_range
-from milepost.formats.write.files import Plan
-from milepost.formats.write.torchfile import Stored, archive_of
-from milepost.formats.write.zip import Archive, endings
+from milepost.formats.write.content import Content, FilePiece, LateBox, write_range
+from milepost.formats.write.files import FolderPlan
+from milepost.formats.write.torchfile import TensorStub, archive_of
+from milepost.formats.write.zip import ArchiveLayout, endings
 from milepost.state.tensors import torch_dtype
 from milepost.store import Store
 
@@ -42,19 +42,19 @@ class DcpFile:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._archives: list[Archive] = []
-        self._pieces: list[Piece] = []
+        self._archives: list[ArchiveLayout] = []
+        self._pieces: list[FilePiece] = []
         self._end = 0
 
-    def add(self, data: "torch.Tensor | Stored | bytes") -> _StorageInfo:
+    def add(self, data: "torch.Tensor | TensorStub | bytes") -> _StorageInfo:
         """Put a tensor, or the bytes of a value, behind what is there. The tensor is not copied, and read by `write`."""
         start = -(-self._end // _ALIGN) * _ALIGN  # so that elements are aligned in the file, too
-        self._pieces.append(Piece(self._end, start - self._end, bytes(start - self._end)))
+        self._pieces.append(FilePiece(self._end, start - self._end, bytes(start - self._end)))
         if isinstance(data, bytes):
-            self._pieces.append(Piece(start, len(data), data))
+            self._pieces.append(FilePiece(start, len(data), data))
             length = len(data)
         else:
-            stored = data if isinstance(data, Stored) else Stored.of(data, self.name)
+            stored = data if isinstance(data, TensorStub) else TensorStub.of(data, self.name)
             archive = archive_of(stored, start)
             self._archives.append(archive)
             self._pieces.extend(archive.pieces)
@@ -129,26 +129,26 @@ def chunks_of(dtype: str, shape: tuple[int, ...], chunk_bytes: int = CHUNK_BYTES
     return [whole.narrow(0, start, min(rows, shape[0] - start)) for start in range(0, shape[0], rows)]
 
 
-def dcp_plan(flat: Mapping[str, Any], mapping: Mapping[str, Any], world: int, url: str) -> Plan:
-    """The files for a flat state, whose tensors are `Stored` stand-ins; one data file for each rank, about equally large."""
+def dcp_plan(flat: Mapping[str, Any], mapping: Mapping[str, Any], world: int, url: str) -> FolderPlan:
+    """The files for a flat state, whose tensors are `TensorStub` stand-ins; one data file for each rank, about equally large."""
     items: dict[str, Any] = {}
-    pending: list[tuple[MetadataIndex, Stored | bytes, int]] = []
+    pending: list[tuple[MetadataIndex, TensorStub | bytes, int]] = []
     for key, value in flat.items():
-        if not isinstance(value, Stored):
+        if not isinstance(value, TensorStub):
             items[key] = BytesStorageMetadata()
             data = bytes_of_value(value)
             pending.append((MetadataIndex(key), data, len(data)))
             continue
-        assert isinstance(value.data, Late)
+        assert isinstance(value.data, LateBox)
         boxes = chunks_of(value.dtype, value.shape)
         items[key] = tensor_record(value.dtype, value.shape, boxes)
         for i, box in enumerate(boxes):
             late = value.data._replace(box=box)
             index = MetadataIndex(key, box.offset, i if len(boxes) > 1 else None)
-            pending.append((index, Stored(value.dtype, box.shape, late), late.size_bytes))
+            pending.append((index, TensorStub(value.dtype, box.shape, late), late.size_bytes))
     files, places = _dealt_out(pending, world)
     last = [(METADATA, metadata_bytes(items, places, mapping, url))]
-    return Plan([file.content for file in files], last, _owns, [METADATA])
+    return FolderPlan([file.content for file in files], last, _owns, [METADATA])
 
 
 def _owns(name: str) -> bool:
@@ -156,7 +156,7 @@ def _owns(name: str) -> bool:
 
 
 def _dealt_out(
-    pending: list[tuple[MetadataIndex, Stored | bytes, int]], world: int
+    pending: list[tuple[MetadataIndex, TensorStub | bytes, int]], world: int
 ) -> tuple[list[DcpFile], dict[MetadataIndex, _StorageInfo]]:
     total, done = max(sum(size for _, _, size in pending), 1), 0
     files: dict[int, DcpFile] = {}

@@ -26,14 +26,14 @@ from milepost.formats.write.convert import (
     plan_of,
     within,
 )
-from milepost.formats.write.files import Attempt, NewFiles, Plan
+from milepost.formats.write.files import Attempt, FolderPlan, NewFiles
 from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe
 from milepost.state.tensors import find_part
 from milepost.state.values import Codec
-from milepost.store import Where, store_at
+from milepost.store import Location, store_at
 from milepost.store.local import LocalWriter
 
 if TYPE_CHECKING:
@@ -43,18 +43,18 @@ _THREADS = 2
 """They write through the page cache, because ranges of ranks do not end where pages do."""
 
 
-class _Terms(msgspec.Struct, frozen=True):
-    """What the lead tells: all tensors under their new keys, the old key of each, and the notes of the header."""
+class _ExportTerms(msgspec.Struct, frozen=True):
+    """What the coordinator tells: all tensors under their new keys, the old key of each, and the notes of the header."""
 
     tensors: list[tuple[str, str, Shape]]
     old: dict[str, str]
     notes: dict[str, str]
 
 
-_TERMS = msgspec.msgpack.Decoder(_Terms)
+_TERMS = msgspec.msgpack.Decoder(_ExportTerms)
 
 
-class _Job(NamedTuple):
+class _SlabWrite(NamedTuple):
     """A slab of a tensor: its memory, and where its file begins to hold the whole tensor."""
 
     data: torch.Tensor
@@ -65,7 +65,7 @@ class _Job(NamedTuple):
 
 def export_safetensors(
     state: Any,
-    target: Where,
+    target: Location,
     *,
     rename: Rename | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -87,7 +87,7 @@ def export_safetensors(
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
     store = store_at(target)
     attempt = Attempt(local_folder(store, "safetensors"), comm, limited, overwrite)
-    meter = Meter("save", store.url, progress if comm.rank == comm.lead else None)
+    meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     described, trouble = _described(state, comm)
     plans = Plans()
     agreed = agree(comm, attempt.phase, described, trouble, plans, True)
@@ -109,15 +109,15 @@ def export_safetensors(
     ]
     size = limited.block_bytes
 
-    def work(files: NewFiles, plan: Plan) -> bytes:
+    def work(files: NewFiles, plan: FolderPlan) -> bytes:
         del plan
         meter.expect(sum(data.numel() * data.element_size() for *_, data in slabs))
         for file in layout.files:
             mine = [(file.starts[key], *rest) for key, *rest in slabs if key in file.starts]
-            if not mine and comm.rank != comm.lead:
+            if not mine and comm.rank != comm.coordinator:
                 continue
             with files.writer(file.name, file.size_bytes, direct=False) as writer:
-                _write_file(writer, file, mine, comm.rank == comm.lead, size, limited, meter)
+                _write_file(writer, file, mine, comm.rank == comm.coordinator, size, limited, meter)
         return b""
 
     attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
@@ -138,7 +138,7 @@ def _described(state: Any, comm: Comm) -> tuple[Described | None, Exception | No
 
 def _terms(
     tree: tuple[Node, ...], tensors: Any, described: Described, rename: Rename | None, drop_values: bool
-) -> _Terms:
+) -> _ExportTerms:
     codec = Codec()
     nodes, names = choose(tree, rename, codec)
     records = {tensor.key: tensor for tensor in tensors}
@@ -154,33 +154,33 @@ def _terms(
             values[node.key] = plain_value(codec.decode(saved[old], old)) if old in saved else object()
     if not found:
         raise InvalidRequest("the state holds no tensors")
-    return _Terms(found, {key: names[key] for key, _, _ in found}, notes_of(values, {}, drop_values))
+    return _ExportTerms(found, {key: names[key] for key, _, _ in found}, notes_of(values, {}, drop_values))
 
 
 def _write_file(
     writer: LocalWriter,
     file: HfFile,
     mine: "list[Any]",
-    lead: bool,
+    is_coordinator: bool,
     block_bytes: int,
     transfer: Transfer,
     meter: Meter,
 ) -> None:
     """Write this rank's part of one file."""
-    if lead:
+    if is_coordinator:
         writer.write(0, [file.head])
     pinned = needs_pinned([data for *_, data in mine])
     total = sum(data.numel() * data.element_size() for *_, data in mine)
 
-    def jobs() -> Iterator[_Job]:
+    def jobs() -> Iterator[_SlabWrite]:
         for start, shape, box, data in mine:
             for slab in box.slabs(max(block_bytes // data.element_size(), 1)):
-                yield _Job(data[slab.within(box).slices], slab, shape, start)
+                yield _SlabWrite(data[slab.within(box).slices], slab, shape, start)
 
-    def make_worker() -> Callable[[_Job], None]:
+    def make_worker() -> Callable[[_SlabWrite], None]:
         block = Block(min(block_bytes, max(total, 1)), pinned)
 
-        def write(job: _Job) -> None:
+        def write(job: _SlabWrite) -> None:
             size = job.data.element_size()
             copy_run(job.data, 0, job.slab.elements * size, block, 0)
             for at, low, length in runs_of(job.slab, job.shape):

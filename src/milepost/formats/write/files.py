@@ -1,8 +1,8 @@
 """New files that ranks write together: made under temporary names, filled in parallel, named when all are whole.
 
-1. Every rank knows the layout of all files; the lead compares that, and reserves the files under temporary names.
+1. Every rank knows the layout of all files; the coordinator compares that, and reserves the files under temporary names.
 2. Each rank writes its share of the bytes, and syncs it.
-3. The lead writes what depends on all of them, and gives the files their names; the one that makes them count is last.
+3. The coordinator writes what depends on all of them, and gives the files their names; the one that makes them count is last.
 
 A crash or an error before the last step leaves nothing that looks whole.
 """
@@ -22,7 +22,7 @@ from milepost.comm import Comm, Phase, together
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
-from milepost.formats.write.content import Content, Sum, write_range
+from milepost.formats.write.content import Content, PieceSum, write_range
 from milepost.formats.write.zip import endings
 from milepost.store import LocalStore
 from milepost.store.local import LocalWriter
@@ -34,7 +34,7 @@ _SUMS = msgspec.msgpack.Decoder(dict[int, list[tuple[int, int, int, int, bool]]]
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class FolderPlan:
     """All files to write into a folder. `last` are small ones that are named last, in this order.
 
     `owns` says which names in the folder belong to a target of this kind: these count as "already there", and are
@@ -74,7 +74,7 @@ class NewFiles:
         return f".{name}.{self._token}.tmp"
 
     def reserve(self, name: str, size_bytes: int) -> None:
-        """On the lead: make a file of this size. Raises StorageError if there is no room."""
+        """On the coordinator: make a file of this size. Raises StorageError if there is no room."""
         self._store.writer(self.temporary(name), size_bytes, direct=False).commit()
 
     @contextlib.contextmanager
@@ -97,13 +97,13 @@ class NewFiles:
             raise
 
     def small(self, name: str, data: bytes) -> None:
-        """On the lead: write a whole small file under its temporary name."""
+        """On the coordinator: write a whole small file under its temporary name."""
         writer = self._store.writer(self.temporary(name), len(data))
         writer.write(0, [data])
         writer.commit()
 
     def publish(self, names: Sequence[str], last: Sequence[str], markers: Sequence[str], old: set[str]) -> None:
-        """On the lead: give the files their names, in place of the old ones."""
+        """On the coordinator: give the files their names, in place of the old ones."""
         try:
             if len(names) + len(last) > 1 or old - set(names):
                 for name in markers:
@@ -161,9 +161,11 @@ class Attempt:
         """A step of this call."""
         return Phase("converting to", str(self.folder), step)
 
-    def run(self, plan: Callable[[], Plan], work: Callable[[NewFiles, Plan], bytes], finish: "Finish") -> None:
-        """Agree on a plan, let every rank do its work, and finish on the lead. All ranks raise if one fails."""
-        planned: list[Plan] = []
+    def run(
+        self, plan: Callable[[], FolderPlan], work: Callable[[NewFiles, FolderPlan], bytes], finish: "Finish"
+    ) -> None:
+        """Agree on a plan, let every rank do its work, and finish on the coordinator. All ranks raise if one fails."""
+        planned: list[FolderPlan] = []
 
         def describe() -> bytes:
             planned.append(plan())
@@ -190,7 +192,7 @@ class Attempt:
             self._discard(files, planned[0])
             raise
 
-    def _reserve(self, plan: Plan) -> bytes:
+    def _reserve(self, plan: FolderPlan) -> bytes:
         old, left = owned(self.folder, plan.owns)
         refuse_existing(str(self.folder), old, self.overwrite)
         for name in left:
@@ -205,7 +207,7 @@ class Attempt:
             raise
         return token.encode()
 
-    def _finish(self, files: NewFiles, plan: Plan, finish: "Finish", packed: list[bytes]) -> bytes:
+    def _finish(self, files: NewFiles, plan: FolderPlan, finish: "Finish", packed: list[bytes]) -> bytes:
         finish(files, plan, packed)
         for name, data in plan.last:
             files.small(name, data)
@@ -213,23 +215,23 @@ class Attempt:
         files.publish(names, last, plan.markers, owned(self.folder, plan.owns)[0])
         return b""
 
-    def _discard(self, files: NewFiles, plan: Plan) -> None:
-        if self.comm.rank == self.comm.lead:
+    def _discard(self, files: NewFiles, plan: FolderPlan) -> None:
+        if self.comm.rank == self.comm.coordinator:
             files.discard([*(file.name for file in plan.files), *(name for name, _ in plan.last)])
             if self._made:
                 with contextlib.suppress(OSError):
                     self.folder.rmdir()
 
 
-Finish = Callable[[NewFiles, Plan, list[bytes]], None]
+Finish = Callable[[NewFiles, FolderPlan, list[bytes]], None]
 
 
-def write_together(attempt: Attempt, plan: Callable[[], Plan], meter: Meter) -> None:
+def write_together(attempt: Attempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 
-    def work(files: NewFiles, plan: Plan) -> bytes:
-        sums: dict[int, list[Sum]] = {}
+    def work(files: NewFiles, plan: FolderPlan) -> bytes:
+        sums: dict[int, list[PieceSum]] = {}
         shares = _shares([file.size_bytes for file in plan.files], comm.rank, comm.size)
         meter.expect(sum(stop - start for _, start, stop in shares))
         for number, start, stop in shares:
@@ -242,12 +244,12 @@ def write_together(attempt: Attempt, plan: Callable[[], Plan], meter: Meter) -> 
     meter.finish()
 
 
-def write_endings(files: NewFiles, plan: Plan, packed: list[bytes]) -> None:
-    """On the lead: write what depends on the sums that all ranks brought."""
-    sums: dict[int, list[Sum]] = {}
+def write_endings(files: NewFiles, plan: FolderPlan, packed: list[bytes]) -> None:
+    """On the coordinator: write what depends on the sums that all ranks brought."""
+    sums: dict[int, list[PieceSum]] = {}
     for data in packed:
         for number, parts in _SUMS.decode(data).items():
-            sums.setdefault(number, []).extend(Sum(*part) for part in parts)
+            sums.setdefault(number, []).extend(PieceSum(*part) for part in parts)
     for number, found in sums.items():
         content = plan.files[number]
         if found:

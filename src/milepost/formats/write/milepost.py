@@ -15,7 +15,7 @@ import xxhash
 
 from milepost.comm import Comm, Phase, together
 from milepost.commit.publish import aim, exists, publish, sweep
-from milepost.core.division import WriteItem, share_out, written_by
+from milepost.core.division import PlannedWrite, share_out, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Whole
 from milepost.core.limits import BLOCK_BYTES
@@ -26,7 +26,7 @@ from milepost.core.table import TensorRow
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState, RanksDisagree, StorageError
-from milepost.formats.write.content import Content, Late, LateReader, Piece, write_range
+from milepost.formats.write.content import Content, FilePiece, LateBox, LateReader, write_range
 from milepost.store import Store
 from milepost.version import __version__
 
@@ -82,7 +82,7 @@ def write_milepost(
     items = [item for tensor in tensors for item in written_by(tensor, layouts[tensor.layout], comm.rank)]
 
     def work() -> bytes:
-        late = {i.name: Late(contents.reader, contents.names[i.key], i.dtype, i.box) for i in items}
+        late = {i.name: LateBox(contents.reader, contents.names[i.key], i.dtype, i.box) for i in items}
         return msgspec.msgpack.encode(_write_shard(store, save_id, comm.rank, items, late, transfer, meter))
 
     def commit(packed: list[bytes]) -> bytes:
@@ -108,7 +108,7 @@ def write_milepost(
     try:
         together(comm, phase("writing"), work, commit)
     except CheckpointError as error:
-        # Where the lead did not answer it may still commit, and the file must stay; a later save sweeps it.
+        # Where the coordinator did not answer it may still commit, and the file must stay; a later save sweeps it.
         if comm.size == 1 or error.failures:
             with contextlib.suppress(StorageError):  # the error that we met first says more
                 store.delete(shard_name(save_id, comm.rank))
@@ -120,8 +120,8 @@ def _write_shard(
     store: Store,
     save_id: str,
     rank: int,
-    items: list[WriteItem],
-    late: dict[str, Late],
+    items: list[PlannedWrite],
+    late: dict[str, LateBox],
     transfer: Transfer,
     meter: Meter,
 ) -> ShardFile | None:
@@ -139,7 +139,7 @@ def _write_shard(
         raise InvalidState(f"{store.url}/{name} cannot be written: {error}") from None
     first, stop = header.header_bytes, header.header_bytes + header.data_bytes
     pieces = [
-        Piece(first + header.entries[entry.name].data_offsets[0], entry.size_bytes, late[entry.name])
+        FilePiece(first + header.entries[entry.name].data_offsets[0], entry.size_bytes, late[entry.name])
         for entry in entries
     ]
     sums = np.zeros(header.table_bytes // 8, dtype="<u8")

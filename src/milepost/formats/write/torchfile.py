@@ -12,9 +12,9 @@ from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.tree import is_namedtuple
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import Content, Data, Late, LateReader
-from milepost.formats.write.files import Plan
-from milepost.formats.write.zip import Archive
+from milepost.formats.write.content import Content, Data, LateBox, LateReader
+from milepost.formats.write.files import FolderPlan
+from milepost.formats.write.zip import ArchiveLayout
 from milepost.state.tensors import check_plain, dtype_name, from_numpy, torch_dtype
 
 _PROTOCOL = 2  # as torch.save
@@ -35,25 +35,25 @@ _CLASSES = {
 }
 
 
-class Stored:
+class TensorStub:
     """Stands for a tensor whose bytes are written as a storage of their own."""
 
     def __init__(self, dtype: str, shape: Shape, data: Data) -> None:
         self.dtype, self.shape, self.data = dtype, shape, data
 
     @classmethod
-    def of(cls, tensor: torch.Tensor, key: str) -> "Stored":
+    def of(cls, tensor: torch.Tensor, key: str) -> "TensorStub":
         """A tensor in memory."""
         tensor = check_plain(tensor, key)
         return cls(dtype_name(tensor.dtype, key), tuple(tensor.shape), tensor)
 
     @classmethod
-    def late(cls, reader: LateReader, key: str, dtype: str, shape: Shape) -> "Stored":
+    def late(cls, reader: LateReader, key: str, dtype: str, shape: Shape) -> "TensorStub":
         """A tensor of the source, read when it is written."""
-        return cls(dtype, shape, Late(reader, key, dtype, Box.whole(shape)))
+        return cls(dtype, shape, LateBox(reader, key, dtype, Box.whole(shape)))
 
 
-class _Storage(NamedTuple):
+class _StorageStub(NamedTuple):
     kind: Any
     number: int
     elements: int
@@ -67,7 +67,7 @@ class _Pickler(pickle.Pickler):
         self.storages: list[Data] = []
 
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj) is _Storage:
+        if type(obj) is _StorageStub:
             return ("storage", obj.kind, str(obj.number), "cpu", obj.elements)
         return None
 
@@ -75,15 +75,15 @@ class _Pickler(pickle.Pickler):
         if isinstance(obj, np.ndarray):
             obj = from_numpy(obj, "an array")
         if isinstance(obj, torch.Tensor):
-            obj = Stored.of(obj, "a tensor")
-        return self._rebuilt(obj) if isinstance(obj, Stored) else NotImplemented
+            obj = TensorStub.of(obj, "a tensor")
+        return self._rebuilt(obj) if isinstance(obj, TensorStub) else NotImplemented
 
-    def _rebuilt(self, stored: Stored) -> Any:
+    def _rebuilt(self, stored: TensorStub) -> Any:
         """How torch puts such a tensor together again."""
         box, known = Box.whole(stored.shape), _CLASSES.get(stored.dtype)
         size = DTYPES[stored.dtype].size_bytes
         kind = getattr(torch, known) if known else torch.UntypedStorage
-        storage = _Storage(kind, len(self.storages), box.elements * (1 if known else size))
+        storage = _StorageStub(kind, len(self.storages), box.elements * (1 if known else size))
         self.storages.append(stored.data)
         hooks: OrderedDict[Any, Any] = OrderedDict()
         arguments = (storage, 0, stored.shape, _strides(stored.shape), False, hooks)
@@ -101,19 +101,19 @@ def _strides(shape: Shape) -> Shape:
     return tuple(reversed(strides))
 
 
-def archive_of(value: Any, base: int = 0) -> Archive:
-    """The archive that `torch.save(value)` would write; tensors may be `Stored` stand-ins."""
+def archive_of(value: Any, base: int = 0) -> ArchiveLayout:
+    """The archive that `torch.save(value)` would write; tensors may be `TensorStub` stand-ins."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer)
     pickler.dump(value)
-    return Archive(base, buffer.getvalue(), pickler.storages)
+    return ArchiveLayout(base, buffer.getvalue(), pickler.storages)
 
 
-def torch_plan(name: str, state: Any) -> Plan:
+def torch_plan(name: str, state: Any) -> FolderPlan:
     """One file that `torch.load(..., weights_only=True)` reads."""
     archive = archive_of(state)
     content = Content(name, archive.size_bytes, archive.pieces, [archive])
-    return Plan([content], [], lambda found: found == name)
+    return FolderPlan([content], [], lambda found: found == name)
 
 
 def plain_value(value: Any) -> Any:

@@ -16,7 +16,7 @@ import xxhash
 
 from milepost.core.limits import MAX_ENTRIES
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import Content, Data, Piece, Sum, Summed, bytes_in
+from milepost.formats.write.content import Content, Data, FilePiece, PieceSum, Summed, bytes_in
 
 _ALIGN = 64
 _BIG = 0xFFFFFFFF
@@ -25,7 +25,7 @@ _SUMMED, _UTF8 = 0x0008, 0x0800
 _POLYNOMIAL = 0xEDB88320
 
 
-class Record(NamedTuple):
+class ArchiveRecord(NamedTuple):
     """One record: where its header and its data begin, counted from the start of the archive."""
 
     name: bytes
@@ -49,15 +49,15 @@ class Record(NamedTuple):
         return self.data_at + self.size_bytes + ((24 if self.wide else 16) if self.size_bytes else 0)
 
 
-class Archive:
+class ArchiveLayout:
     """The layout of one archive that starts at `base` of a file: a pickle, and the storages that it names."""
 
     def __init__(self, base: int, pickled: bytes, storages: list[Data]) -> None:
         self.base = base
-        self.pieces: list[Piece] = []
-        self._records: list[Record] = []
+        self.pieces: list[FilePiece] = []
+        self._records: list[ArchiveRecord] = []
         self._known: list[int | None] = []
-        self._storages: dict[int, Record] = {}
+        self._storages: dict[int, ArchiveRecord] = {}
         self._text = bytearray()
         self._add("data.pkl", pickled)
         self._add(".format_version", b"1")
@@ -101,11 +101,11 @@ class Archive:
         self._known.append(None)
         self._storages[self.base + record.data_at] = record
         self._put_text(record.data_at)
-        self.pieces.append(Piece(self.base + record.data_at, record.size_bytes, data))
+        self.pieces.append(FilePiece(self.base + record.data_at, record.size_bytes, data))
 
     def _put_text(self, end: int) -> None:
         """Close the run of literal bytes that ends here."""
-        self.pieces.append(Piece(self.base + end - len(self._text), len(self._text), bytes(self._text)))
+        self.pieces.append(FilePiece(self.base + end - len(self._text), len(self._text), bytes(self._text)))
         self._text.clear()
 
     def descriptor(self, start: int, crc: int) -> tuple[int, bytes]:
@@ -131,16 +131,16 @@ class Archive:
         return listed + wide + pointer + end
 
 
-def _descriptor(record: Record, crc: int) -> bytes:
+def _descriptor(record: ArchiveRecord, crc: int) -> bytes:
     """What follows the data of a record that is not empty."""
     form = "<4sIQQ" if record.wide else "<4sIII"
     return struct.pack(form, b"PK\x07\x08", crc, record.size_bytes, record.size_bytes)
 
 
-def _placed(name: bytes, at: int, size_bytes: int) -> Record:
+def _placed(name: bytes, at: int, size_bytes: int) -> ArchiveRecord:
     """The record whose header begins at `at`: its data at the next multiple of 64 behind header and padding."""
     start = at + 30 + len(name) + len(_wide_sizes(size_bytes, 0, at)) + 4
-    return Record(name, at, -(-start // _ALIGN) * _ALIGN, size_bytes)
+    return ArchiveRecord(name, at, -(-start // _ALIGN) * _ALIGN, size_bytes)
 
 
 def _wide_sizes(size: int, stored: int, at: int) -> bytes:
@@ -149,7 +149,7 @@ def _wide_sizes(size: int, stored: int, at: int) -> bytes:
     return struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
 
 
-def _header(record: Record) -> bytes:
+def _header(record: ArchiveRecord) -> bytes:
     """The header in front of a record, up to its data."""
     extra = _wide_sizes(record.size_bytes, 0, record.header_at)
     padding = record.data_at - record.header_at - 30 - len(record.name) - len(extra) - 4
@@ -158,7 +158,7 @@ def _header(record: Record) -> bytes:
     return fixed + record.name + extra
 
 
-def _listed(record: Record, crc: int) -> bytes:
+def _listed(record: ArchiveRecord, crc: int) -> bytes:
     """The line of a record in the directory."""
     extra = _wide_sizes(record.size_bytes, record.size_bytes, record.header_at)
     size, at = min(record.size_bytes, _BIG), min(record.header_at, _BIG)
@@ -170,7 +170,7 @@ def _listed(record: Record, crc: int) -> bytes:
     return fixed + record.name + extra
 
 
-def endings(content: Content, sums: Iterable[Sum]) -> Iterator[tuple[int, bytes]]:
+def endings(content: Content, sums: Iterable[PieceSum]) -> Iterator[tuple[int, bytes]]:
     """What is to be written last, each with its place in the file, from the sums that all parts of it brought."""
     found: dict[Summed, dict[int, int]] = {}
     closed = set()
