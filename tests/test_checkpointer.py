@@ -13,10 +13,13 @@ from hypothesis import strategies as st
 
 import milepost
 from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, InvalidRequest, StateMismatch, StorageError
-from milepost.commit.publish import REMOVED, aim
+from milepost.commit.attempt import take_aim
+from milepost.commit.find import REMOVED
+from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.manifest import manifest_name, shard_name
-from milepost.steps.retention import MAX_STEP, Rule, Shelf, finish_removal, remove_checkpoint, step_name
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import MAX_STEP, Shelf, step_name
 from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
 from ranks import spawn
@@ -531,7 +534,7 @@ def test_a_save_into_a_step_that_is_being_removed_loses_nothing(moment):
         place.delete(manifest_name(1))
     if moment == "data gone":
         place.delete(shard_name(removed.save_id, 0))
-    assert aim(place)[0] == 2, "the number that is being removed is not used again"
+    assert take_aim(place)[0] == 2, "the number that is being removed is not used again"
 
     class Meanwhile(CountingStore):
         """The removal is finished while this save is about to commit."""

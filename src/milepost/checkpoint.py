@@ -6,7 +6,7 @@ from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from milepost.commit.publish import find, parse
+from milepost.commit.find import find, parse
 from milepost.core.box import Box, Shape
 from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES

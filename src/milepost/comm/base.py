@@ -9,8 +9,19 @@ TIMEOUT_S = 1800.0
 """The longest that a rank waits for the others, unless the caller says otherwise."""
 
 
+class Call(NamedTuple):
+    """A call that all ranks make: what it does, and with which place. `Call("saving to", "runs/a")`."""
+
+    action: str
+    place: str
+
+    def at(self, step: str) -> "Phase":
+        """A step of this call."""
+        return Phase(self.action, self.place, step)
+
+
 class Phase(NamedTuple):
-    """Where in which call a rank is: what it does, with which place, and the step of that."""
+    """How far a rank is: what its call does, with which place, and at which step it is."""
 
     action: str
     place: str
@@ -80,7 +91,7 @@ class Comm(Protocol):
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
 
-    def aside(self) -> "Comm":
+    def secondary(self) -> "Comm":
         """The same ranks, for calls that run beside others (in a thread): they do not meet those, nor use the process group.
 
         Every rank asks for as many of these as the others, in the same order.
@@ -126,6 +137,6 @@ class Solo:
         """Rank 0 is the only one."""
         return 0 if global_rank == 0 else None
 
-    def aside(self) -> "Comm":
+    def secondary(self) -> "Comm":
         """The process itself, which meets nobody."""
         return self

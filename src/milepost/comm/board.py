@@ -44,7 +44,7 @@ class Board(Protocol):
     def remove(self, name: str) -> None:
         """Take a note off the board, if it is there."""
 
-    def aside(self, name: str) -> "Board":
+    def named(self, name: str) -> "Board":
         """The board of this name: another one for the same ranks."""
 
 
@@ -176,9 +176,9 @@ class BoardComm:
             else:
                 self._board.pin(f"{number}/{self._rank}", _GONE + payload)
 
-    def aside(self) -> "BoardComm":
+    def secondary(self) -> "BoardComm":
         """The same ranks on a board of their own, without the process group."""
-        board = self._board.aside(f"aside/{self._board.count(f'asides/{self._rank}')}")
+        board = self._board.named(f"secondary/{self._board.count(f'secondaries/{self._rank}')}")
         return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._coordinator)
 
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
@@ -274,7 +274,7 @@ class MemoryBoard:
     """A board for ranks that are threads of one process."""
 
     def __init__(self) -> None:
-        self._asides: dict[str, MemoryBoard] = {}
+        self._named: dict[str, MemoryBoard] = {}
         self._changed = threading.Condition()
         self._notes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
@@ -310,7 +310,7 @@ class MemoryBoard:
         with self._changed:
             self._notes.pop(name, None)
 
-    def aside(self, name: str) -> "MemoryBoard":
+    def named(self, name: str) -> "MemoryBoard":
         """The board of this name: another one for the same ranks."""
         with self._changed:
-            return self._asides.setdefault(name, MemoryBoard())
+            return self._named.setdefault(name, MemoryBoard())

@@ -86,7 +86,7 @@ class TorchBoard:
             for i in range(self._pieces.pop(name, 0)):
                 self._store.delete_key(_piece(name, i))
 
-    def aside(self, name: str) -> "TorchBoard":
+    def named(self, name: str) -> "TorchBoard":
         """The board of this name: another one for the same ranks."""
         with _reachable():
             return TorchBoard(self._given, self._size, f"{self._name}/{name}")

@@ -126,7 +126,7 @@ def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[Ch
     """Whether nothing about the plans of all ranks was changed: neither by the classes nor by options."""
     default = _keeps(planner, DefaultSavePlanner, "create_global_plan", "finish_plan", "unless_unchanged")
     steps = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
-    plain = isinstance(writer, CheckpointWriter) and _keeps(writer, CheckpointWriter, *steps) and not writer.extensions
+    plain = isinstance(writer, CheckpointWriter) and _keeps(writer, CheckpointWriter, *steps) and not writer.transforms
     return default and plain and not planner.dedup_save_to_lowest_rank
 
 

@@ -21,8 +21,8 @@ from milepost.state.tensors import Describer, LocalTensor, check_data
 from milepost.state.values import Codec
 
 
-def nobody_waits() -> None:
-    """Nothing: nobody waits to change the state."""
+def no_callback() -> None:
+    """Does nothing: the callback where no caller waits to change the state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class Described:
     private: list[EntryToWrite]
     metadata: Any
     live: frozenset[str] = frozenset()
-    released: Callable[[], None] = nobody_waits
+    released: Callable[[], None] = no_callback
 
 
 @CollectionPaused()

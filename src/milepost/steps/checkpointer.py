@@ -6,26 +6,26 @@ Every rank of the job makes the same calls. The coordinator decides what to rest
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import msgspec
 
 from milepost.api import load, save
 from milepost.background import Background, PendingSave, WhenBusy
 from milepost.background.async_saving import AsyncSaver
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Comm, Phase, Solo, together, told
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, Solo, broadcast, meet, together
 from milepost.comm.distributed import ranks_of
-from milepost.commit.publish import find, parse
+from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
+from milepost.core.wire import Wire
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.saving.pipeline import Receipt, refuse
-from milepost.steps.retention import METRICS, Rule, Shelf, checked_step
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import METRICS, Shelf, checked_step
 from milepost.store import Location, Store, store_at
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _LOAD = frozenset(inspect.signature(load).parameters) - _OWN
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 """The errors after which `restore` goes on to an older step."""
 _DAMAGES_SHOWN = 20
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_CHOSEN = msgspec.msgpack.Decoder(list[int])
+_CHOOSING = Announcement("choosing", Wire(list[int]))
+_REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 
 
 def _ranks_by(group: Any, timeout_s: float, coordinator: int, no_dist: bool) -> Callable[[], Comm]:
@@ -223,9 +223,9 @@ class Checkpointer:
 
     def _retain(self, comm: Comm, step: int) -> None:
         # A meeting, so that all ranks see the same steps when the call returns.
-        together(comm, Phase("keeping steps of", self.url, "removing"), bytes, lambda _: self._remove_old(step))
+        meet(comm, Call("keeping steps of", self.url), _REMOVING, lambda: None, lambda _: self._remove_old(step))
 
-    def _remove_old(self, step: int) -> bytes:
+    def _remove_old(self, step: int) -> None:
         try:
             removed = self._shelf.retain(self._rule, step)
         except CheckpointDamaged:
@@ -235,7 +235,6 @@ class Checkpointer:
         else:
             for old in removed:
                 _log.info("removed %s", self._shelf.place(old).url)
-        return b""
 
     def restore(
         self,
@@ -287,15 +286,15 @@ class Checkpointer:
     def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str]) -> int | None:
         """The coordinator's choice, on every rank: the newest that was not tried yet. Looked up anew each time: steps come and go."""
 
-        def choose() -> bytes:
+        def choose() -> list[int]:
             there = self._shelf.steps()
             if step is not None and step not in there:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return msgspec.msgpack.encode(left[-1:])
+            return left[-1:]
 
-        chosen = _CHOSEN.decode(told(comm, Phase("restoring from", self.url, "choosing"), choose))
+        chosen = broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
         return chosen[0] if chosen else None
 
     def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
@@ -312,7 +311,7 @@ class Checkpointer:
     def _load(self, comm: Comm, step: int, state: Any, options: Mapping[str, Any], *, verify_first: bool) -> None:
         place = self._shelf.place(step)
         if verify_first:
-            together(comm, Phase("restoring from", place.url, "verifying"), lambda: _verify(comm, place, options))
+            together(comm, Call("restoring from", place.url), "verifying", lambda: _verify(comm, place, options))
         load(state, place, process_group=comm, **options)
 
     def steps(self) -> list[int]:
@@ -349,12 +348,11 @@ class Checkpointer:
         self._finish()
         place = self._shelf.place(step)
 
-        def remove(_: list[bytes]) -> bytes:
+        def remove(_: list[None]) -> None:
             self._shelf.finish()
             self._shelf.remove(step)
-            return b""
 
-        together(self._ranks(), Phase("removing", place.url, "removing"), bytes, remove)
+        meet(self._ranks(), Call("removing", place.url), _REMOVING, lambda: None, remove)
 
     def wait(self) -> None:
         """Return once no save is under way. Raises what the last one in the background met, if nobody has asked."""
@@ -431,7 +429,7 @@ def _allows_another(error: CheckpointError) -> bool:
     return kinds <= _ANOTHER
 
 
-def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
+def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
     manifest = parse(place.url, *find(place))
     transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
@@ -449,4 +447,3 @@ def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
     if reasons:
         shown = "\n  ".join(reasons[:_DAMAGES_SHOWN])
         raise CheckpointDamaged(f"{len(reasons)} damaged blocks:\n  {shown}")
-    return b""

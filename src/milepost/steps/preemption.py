@@ -29,7 +29,7 @@ from milepost.comm import Comm
 from milepost.comm.distributed import ranks_of
 from milepost.core.ranks import show_ranks
 from milepost.errors import InvalidRequest, RanksMissing
-from milepost.steps.retention import checked_step
+from milepost.steps.shelf import checked_step
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -83,7 +83,7 @@ class PreemptionGuard:
         comm = ranks_of(process_group, timeout_s)
         self._grace_s = grace_s
         self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
-        self._lookout = _Lookout(comm.aside(), min(timeout_s, grace_s / 2))
+        self._lookout = _Lookout(comm.secondary(), min(timeout_s, grace_s / 2))
         self._handlers = _Handlers(signals, self._signalled)
         self._entered = self._closed = self._stopped = False
         self.error: Exception | None = None

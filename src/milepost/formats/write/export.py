@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from milepost.comm import TIMEOUT_S, Comm, told
+from milepost.comm import TIMEOUT_S, Announcement, Comm, broadcast, defer
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
 from milepost.core.tree import Node
+from milepost.core.wire import Wire
 from milepost.data.memory import Block, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
@@ -51,7 +52,7 @@ class _ExportTerms(msgspec.Struct, frozen=True):
     notes: dict[str, str]
 
 
-_TERMS = msgspec.msgpack.Decoder(_ExportTerms)
+_NAMING = Announcement("naming the tensors", Wire(_ExportTerms))
 
 
 class _SlabWrite(NamedTuple):
@@ -88,17 +89,17 @@ def export_safetensors(
     store = store_at(target)
     attempt = Attempt(local_folder(store, "safetensors"), comm, limited, overwrite)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-    described, trouble = _described(state, comm)
     plans = Plans()
-    agreed = agree(comm, attempt.phase, described, trouble, plans, True)
-    assert described is not None
+    deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
+    agreed = agree(comm, attempt.call, deferred, plans, True)
+    described = deferred.get()
 
-    def settle() -> bytes:
+    def name_tensors() -> _ExportTerms:
         everything = plans.overview(agreed.id)
         assert everything is not None
-        return msgspec.msgpack.encode(_terms(everything.tree, everything.tensors, described, rename, drop_values))
+        return _terms(everything.tree, everything.tensors, described, rename, drop_values)
 
-    terms = _TERMS.decode(told(comm, attempt.phase("naming the tensors"), settle))
+    terms = broadcast(comm, attempt.call, _NAMING, name_tensors)
     layout = hf_layout([HfTensor(*t) for t in terms.tensors], terms.notes, max_shard_bytes)
     names = {old: new for new, old in terms.old.items()}
     slabs = [
@@ -124,16 +125,6 @@ def export_safetensors(
     meter.finish()
     total = sum(HfTensor(*tensor).size_bytes for tensor in terms.tensors)
     return Converted(store.url, "safetensors", len(terms.tensors), total)
-
-
-def _described(state: Any, comm: Comm) -> tuple[Described | None, Exception | None]:
-    """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
-    try:
-        return describe(state, comm, Codec(), {}), None
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        return None, error
 
 
 def _terms(

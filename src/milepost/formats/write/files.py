@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from milepost.comm import Comm, Phase, together
+from milepost.comm import Call, Comm, together
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
@@ -157,9 +157,10 @@ class Attempt:
         self.folder, self.comm, self.transfer, self.overwrite = folder, comm, transfer, overwrite
         self._made = not folder.exists()
 
-    def phase(self, step: str) -> Phase:
-        """A step of this call."""
-        return Phase("converting to", str(self.folder), step)
+    @property
+    def call(self) -> Call:
+        """The call that the ranks make together."""
+        return Call("converting to", str(self.folder))
 
     def run(
         self, plan: Callable[[], FolderPlan], work: Callable[[NewFiles, FolderPlan], bytes], finish: "Finish"
@@ -179,12 +180,12 @@ class Attempt:
                 )
             return self._reserve(planned[0])
 
-        token = together(self.comm, self.phase("planning"), describe, reserve).decode()
+        token = together(self.comm, self.call.at("planning"), describe, reserve).decode()
         files = NewFiles(self.folder, token, self.transfer)
         try:
             together(
                 self.comm,
-                self.phase("writing"),
+                self.call.at("writing"),
                 lambda: work(files, planned[0]),
                 lambda packed: self._finish(files, planned[0], finish, packed),
             )

@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 from milepost.comm import Comm, Phase, together
-from milepost.commit.publish import aim, exists, publish, sweep
+from milepost.commit.attempt import take_aim
+from milepost.commit.publish import publish, sweep
 from milepost.core.division import PlannedWrite, share_out, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Whole
@@ -25,7 +26,7 @@ from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer
-from milepost.errors import CheckpointError, InvalidRequest, InvalidState, RanksDisagree, StorageError
+from milepost.errors import CheckpointError, InvalidState, RanksDisagree, StorageError
 from milepost.formats.write.content import Content, FilePiece, LateBox, LateReader, write_range
 from milepost.store import Store
 from milepost.version import __version__
@@ -72,9 +73,7 @@ def write_milepost(
     def start(digests: list[bytes]) -> bytes:
         if len(set(digests)) > 1:
             raise RanksDisagree("the ranks do not see the same source, or pass other arguments")
-        if not overwrite and exists(store):
-            raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
-        return msgspec.msgpack.encode(aim(store))
+        return msgspec.msgpack.encode(take_aim(store, overwrite=overwrite))
 
     generation, save_id = msgspec.msgpack.decode(together(comm, phase("planning"), describe, start))
     contents, layout = found[0], Whole(pack_ranks(range(comm.size)))
