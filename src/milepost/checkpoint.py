@@ -65,14 +65,21 @@ class LazyTensor:
         return self._record.shape
 
     @property
-    def dtype(self) -> str:
-        """The name of its dtype in torch."""
+    def dtype(self) -> "torch.dtype":
+        """Its dtype. This imports torch; `dtype_name` does not."""
+        from milepost.state.tensors import torch_dtype  # noqa: PLC0415  # listing a checkpoint must not wait for torch
+
+        return torch_dtype(self.dtype_name)
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of its dtype: "bfloat16"."""
         return self._record.dtype
 
     @property
     def size_bytes(self) -> int:
         """Its size."""
-        return Box.whole(self.shape).elements * DTYPES[self.dtype].size_bytes
+        return Box.whole(self.shape).elements * DTYPES[self.dtype_name].size_bytes
 
     @property
     def layout(self) -> Layout:
@@ -80,7 +87,7 @@ class LazyTensor:
         return self._files.manifest.layout_of(self._record)
 
     def __repr__(self) -> str:
-        return f"LazyTensor({self.key!r}, {self.dtype}, {self.shape})"
+        return f"LazyTensor({self.key!r}, {self.dtype_name}, {self.shape})"
 
     def __getitem__(self, index: "Index | tuple[Index, ...]") -> "torch.Tensor":
         box, rest = _region(index, self.shape)
@@ -98,15 +105,15 @@ class LazyTensor:
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
             if not self._record.transforms:
-                self._files.of(item.rank).entry(item, self.dtype)  # what is not there says so before memory is taken
+                self._files.of(item.rank).entry(item, self.dtype_name)  # what is not there says so before memory is taken
             items.append(item)
         try:
-            result = new_tensor(self.dtype, box.shape)
+            result = new_tensor(self.dtype_name, box.shape)
         except (RuntimeError, MemoryError) as error:
             raise UnsafeCheckpoint(
                 f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than there is memory; read it in parts: {error}"
             ) from error
-        place_all(self._files, (placement_of(i, self.dtype, result[i.box.within(box).slices]) for i in items))
+        place_all(self._files, (placement_of(i, self.dtype_name, result[i.box.within(box).slices]) for i in items))
         return result
 
 
