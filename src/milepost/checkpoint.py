@@ -30,7 +30,13 @@ MAX_DAMAGES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found: how much was read, and every damaged place."""
+    """What `Checkpoint.verify` found: how much was read, and every damaged place.
+
+    >>> _ = milepost.save({"w": torch.ones(3)}, "memory://verified")
+    >>> found = milepost.open("memory://verified").verify()
+    >>> found.ok, found.files, found.damages
+    (True, 1, ())
+    """
 
     files: int
     bytes_read: int
@@ -49,7 +55,17 @@ class Verification:
 
 
 class LazyTensor:
-    """A saved tensor that has not been read. Indexing reads just the bytes it needs, from however many files."""
+    """A saved tensor that has not been read. Indexing reads just the bytes it needs, from all files that hold them.
+
+    Indices are integers, slices and `...`. What is read is verified; CheckpointDamaged names what is not as saved.
+
+    >>> _ = milepost.save({"w": torch.arange(6.0).view(2, 3)}, "memory://lazy")
+    >>> lazy = milepost.open("memory://lazy")["w"]
+    >>> lazy
+    LazyTensor('w', float32, (2, 3))
+    >>> lazy[1, 1:], lazy.dtype
+    (tensor([4., 5.]), torch.float32)
+    """
 
     def __init__(self, files: Files, record: Tensor) -> None:
         self._files, self._record = files, record
@@ -118,7 +134,16 @@ class LazyTensor:
 
 
 class Checkpoint(Mapping[str, Any]):
-    """An open checkpoint: a mapping from key to `LazyTensor` or value. Use it as a context manager, or call `close`."""
+    """An open checkpoint: a mapping from key to `LazyTensor` or value. Use it as a context manager, or call `close`.
+
+    `milepost.open` makes one. It stays at the generation that it found. Once newer saves have replaced that generation,
+    reads raise CheckpointDamaged and say so.
+
+    >>> _ = milepost.save({"w": torch.ones(2), "step": 7}, "memory://open", metadata={"loss": 2.1})
+    >>> with milepost.open("memory://open") as checkpoint:
+    ...     list(checkpoint), checkpoint["step"], checkpoint.metadata, checkpoint.generation
+    (['w', 'step'], 7, {'loss': 2.1}, 1)
+    """
 
     def __init__(self, store: Store, codec: Codec) -> None:
         self._codec = codec
@@ -314,7 +339,12 @@ def _one(part: Any, length: int, dim: int) -> tuple[int, int, int | slice]:
 def open_checkpoint(path: Location, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Checkpoint:
     """Open the newest checkpoint at `path`: its keys, values and metadata now, its tensors when they are asked for.
 
-    Needs no process group and no GPU, and runs nothing from the checkpoint. Raises CheckpointNotFound, or
-    CheckpointDamaged if the manifest is not what was saved. `types` and `allow_pickle` are as for `save`.
+    Needs no process group and no GPU, and runs nothing from the checkpoint. Also reads folders of
+    `torch.distributed.checkpoint`, files of `torch.save`, and safetensors files and folders. `types` and `allow_pickle`
+    are as for `save`. Raises CheckpointNotFound, or CheckpointDamaged if the manifest is not what was saved.
+
+    >>> _ = milepost.save({"step": 7}, "memory://opened")
+    >>> milepost.open("memory://opened")["step"]
+    7
     """
     return Checkpoint(store_at(path), Codec(types, allow_pickle))

@@ -34,9 +34,15 @@ class RankMatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """All differences between a checkpoint and a target state, and what a load would read.
+    """All differences between a checkpoint and a target state on all ranks, and what a load would read.
 
-    Keys map to the ranks that see the difference. `shapes` and `dtypes` hold (saved, target).
+    `milepost.explain` makes it; print it to read it. `missing` maps keys to the ranks that miss them. `shapes` and
+    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank would read.
+
+    >>> _ = milepost.save({"w": torch.ones(2, 2)}, "memory://report")
+    >>> report = milepost.explain({"w": torch.ones(3)}, "memory://report")
+    >>> report.fits(), report.shapes
+    (False, {'w': ((2, 2), (3,))})
     """
 
     url: str

@@ -90,7 +90,12 @@ def make_options(
 
 
 class Receipt(msgspec.Struct, frozen=True):
-    """What a save committed: where, which generation, and how many bytes of tensors all ranks wrote."""
+    """What a save committed: where, which generation, and how many bytes of tensors all ranks wrote.
+
+    >>> receipt = milepost.save({"w": torch.ones(3)}, "memory://receipt")
+    >>> receipt.generation, receipt.world, receipt.data_bytes
+    (1, 1, 12)
+    """
 
     url: str
     generation: int
