@@ -121,13 +121,14 @@ class LazyTensor:
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
             if not self._record.transforms:
-                self._files.of(item.rank).entry(item, self.dtype_name)  # what is not there says so before memory is taken
+                # What is missing is reported before memory is taken.
+                self._files.of(item.rank).entry(item, self.dtype_name)
             items.append(item)
         try:
             result = new_tensor(self.dtype_name, box.shape)
         except (RuntimeError, MemoryError) as error:
             raise UnsafeCheckpoint(
-                f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than there is memory; read it in parts: {error}"
+                f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than the memory; read it in parts: {error}"
             ) from error
         place_all(self._files, (placement_of(i, self.dtype_name, result[i.box.within(box).slices]) for i in items))
         return result
@@ -161,12 +162,12 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def format(self) -> str:
-        """Whose format it has: "milepost", or "dcp", "safetensors" or "torch"."""
+        """Its format: "milepost", or "dcp", "safetensors" or "torch"."""
         return self._manifest.format
 
     @property
     def generation(self) -> int:
-        """Which commit at this place it is, from 1; 0 in a format of others."""
+        """Which commit at this place it is, from 1; 0 for other formats."""
         return self._manifest.generation
 
     @property
@@ -198,7 +199,7 @@ class Checkpoint(Mapping[str, Any]):
         return f"Checkpoint({self.url!r}, {what}, {len(self)} keys)"
 
     def __getitem__(self, key: str) -> Any:
-        """A `LazyTensor` for a tensor, the value itself for a value, a dict from rank to value for rank-private ones."""
+        """A `LazyTensor` for a tensor, the value for a value, a dict from rank to value for rank-private ones."""
         if key in self._tensors:
             record = self._tensors[key]
             lazy = LazyTensor(self._files, record)
@@ -283,7 +284,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def files_at(store: Store) -> Files:
-    """The files of the newest checkpoint at a place, or of one in another library's format. Raises CheckpointNotFound."""
+    """The files of the newest checkpoint at a place, ours or another library's. Raises CheckpointNotFound."""
     try:
         return Files(store, parse(store.url, *find(store)))
     except CheckpointNotFound:

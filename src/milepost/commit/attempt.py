@@ -122,7 +122,7 @@ class Attempt:
         sweep(self.store, manifest)
 
     def fail(self, error: BaseException) -> None:
-        """After an error that ended the attempt: remove what this rank wrote, unless a manifest may name it. Never raises."""
+        """After an error: remove what this rank wrote, unless a manifest may name it. Never raises."""
         if self._is_dead(error):
             self.discard()
 

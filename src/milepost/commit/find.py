@@ -86,7 +86,7 @@ def parse(url: str, generation: int, data: bytes) -> Manifest:
 
 
 def look_whole(place: Store) -> Manifest:
-    """The manifest of a checkpoint that looks whole: its manifest is valid, its files are there and have the right size.
+    """The manifest of a checkpoint that looks whole: the manifest is valid, all files exist and have the right size.
 
     Reads no data; `Checkpoint.verify` does. Raises CheckpointNotFound or CheckpointDamaged.
     """

@@ -62,8 +62,8 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
     if newest_generation(store) >= manifest.generation:
         raise conflict(store, manifest.generation)  # the other save has swept the data
     raise StorageError(
-        f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank that "
-        "commits, so nothing was committed. Is that a place that all ranks share, and was it there all the time?"
+        f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank "
+        "that commits, so nothing was committed. Is that a place that all ranks share, and was it mounted all the time?"
     )
 
 

@@ -32,7 +32,7 @@ _MAX_MARKER_BYTES = 100
 
 
 def remove_checkpoint(place: Store) -> None:
-    """Remove the checkpoint at `place`: it ceases to exist in one step, and then its data goes. See the module."""
+    """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use."""
     generation, data = find(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest)
@@ -45,17 +45,18 @@ def remove_checkpoint(place: Store) -> None:
 
 
 def finish_removal(place: Store, markers: Iterable[str]) -> None:
-    """Do what is left of the removals that these markers stand for. May be done twice, and by two jobs at once."""
+    """Finish the removals that these markers stand for. May run twice, and in two jobs at once."""
     for marker in markers:
         generation = generation_of(marker.removesuffix(REMOVED))
         save_id = _marked(place, marker)
         if generation is None or save_id is None:
             continue
         if intended_generation(save_id) != generation:
-            _log.warning("%s/%s is no marker of ours, and is left alone", place.url, marker)
+            _log.warning("%s/%s is not a marker of Milepost, and is ignored", place.url, marker)
             continue
-        # Durably: a power cut that brings back a manifest, and not its data, would leave a step that is listed and cannot be
-        # loaded. Also where it is gone, since who deleted it may have died before the sync; then by a name that is never used.
+        # Durably: a power cut that brought back a manifest without its data would leave a step that is listed and
+        # cannot be loaded. Also if the manifest is gone already: the process that deleted it may have died before the
+        # sync. Then an unused name is deleted, for its sync.
         belongs = _belongs(place, generation, save_id)
         place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
         for name in [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")]:
@@ -78,7 +79,7 @@ def _marked(place: Store, marker: str) -> str | None:
 
 
 def _belongs(place: Store, generation: int, save_id: str) -> bool:
-    """Whether the manifest of this generation is that of this save. One that cannot be read is: the marker was first."""
+    """Whether the manifest of this generation is that of this save. A damaged one is: the marker came first."""
     data = read_manifest(place, generation)
     if data is None:
         return False

@@ -80,7 +80,7 @@ class Matcher:
         return grow(self._manifest.tree)
 
     def _find_keys(self, flat: Flat) -> None:
-        """Find the saved key of each leaf: by the very path, or else by a path that reads the same and is the only one."""
+        """Find the saved key of each leaf: by the exact path, or else by the only path that reads the same."""
         if flat.nodes == self._manifest.tree:  # as for most loads
             self._saved = {key: key for key in flat.leaves}
             return
@@ -89,7 +89,7 @@ class Matcher:
             self._saved[key] = exact.get(exact_path(path), plain.get(show_path(path), NOWHERE))
 
     def _open(self, value: Any, path: Path) -> Any:
-        """What stands for a stateful object: a module's own state dict; else the saved one, around the tensors it has."""
+        """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
         current = value.state_dict()
         branch = _find(self._root, path, self._codec)
         if isinstance(value, torch.nn.Module) or branch is None or branch.node.kind in LEAVES:

@@ -1,4 +1,4 @@
-"""The load pipeline: open, match, read, apply. Every rank runs it; each step ends with all ranks or with one error."""
+"""The load pipeline: open, match, read, apply. Every rank runs it; each step succeeds on all ranks or on none."""
 
 import itertools
 import logging
@@ -196,9 +196,9 @@ def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options:
 def _pays(found: list[RankMatch], wish: bool | None) -> bool:
     """Whether replicas should share the reading: one reads, and sends it to the others.
 
-    That costs one trip through the network where reading again costs one through the storage. It wins where the ranks
-    are on several machines, whose caches do not help each other, and on devices that are linked; it loses on one machine
-    with the tensors in its main memory: there the page cache does the same at no cost.
+    Sharing costs one trip through the network, reading again one trip to the storage. Sharing wins where the ranks run
+    on several machines, whose page caches are separate, and on linked devices. It loses on one machine with the tensors
+    in main memory: there the page cache does the same at no cost.
     """
     shared = sum(one.shared_bytes for one in found)
     if wish is not None or shared < WORTH_BYTES:
@@ -208,7 +208,7 @@ def _pays(found: list[RankMatch], wish: bool | None) -> bool:
 
 
 def _share_out(target: Deferred[Target], describer: Describer, comm: Comm, call: Call) -> list[Exchange]:
-    """Agree on who reads what of the tensors that several ranks want. Nothing is shared where the ranks do not agree."""
+    """Agree on which rank reads what of the tensors that several ranks want. If the ranks differ, nothing is shared."""
 
     def make() -> list[Exchange]:
         parts = shared_parts(target.get(), describer)
@@ -224,7 +224,7 @@ def _share_out(target: Deferred[Target], describer: Describer, comm: Comm, call:
 
 @CollectionPaused()
 def _read_values(match: Match, files: Files, comm: Comm, codec: Codec) -> dict[str, Any]:
-    """Decode every value that the state wants, the rank-private ones included. Nothing of the state is changed yet."""
+    """Decode every value that the state wants, rank-private ones included. The state is not changed yet."""
     values = {value.key: value.value for value in match.manifest.values}
     owners = {p.key: unpack_ranks(p.ranks) for p in match.manifest.per_rank}
     results: dict[str, Any] = {}
@@ -311,7 +311,7 @@ def _feed(owner: Any, state_dict: Any, *, assign: bool) -> None:
 
 
 def _has_new_tensors(match: Match, results: Mapping[str, Any], path: Path) -> bool:
-    """Whether tensors below a path were on the meta device: a module must take their new memory over, not copy from it."""
+    """Whether tensors below a path were on the meta device: a module must take over their new memory, not copy it."""
     return any(
         key in results and isinstance(match.flat.leaves[key], torch.Tensor)
         for key, where in match.flat.paths.items()

@@ -16,9 +16,9 @@ _SHOWN = 10
 
 
 class RankMatch(msgspec.Struct, frozen=True):
-    """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes.
+    """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
 
-    `shared_bytes` of them other ranks want too; `on_device` says whether those are for a device, `host` where it runs.
+    Other ranks want `shared_bytes` of them too; `on_device`: whether those are for a device; `host`: where it runs.
     """
 
     missing: tuple[str, ...]

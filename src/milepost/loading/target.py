@@ -41,7 +41,7 @@ class Match:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A match in which every tensor has memory: `made` holds what had to be made, and `placements` are all the reads."""
+    """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads."""
 
     match: Match
     placements: tuple[Placement, ...]

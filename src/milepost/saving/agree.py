@@ -1,4 +1,4 @@
-"""Agreeing: the ranks compare digests of their tables; only where these differ does one rank of each kind send its own."""
+"""Agreeing: the ranks compare digests of their tables. Where they differ, one rank of each kind sends its table."""
 
 import zlib
 
@@ -56,7 +56,7 @@ class _Council:
 
 
 def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, spread: bool) -> GroupPlan:
-    """The plan of this rank, agreed with all others and kept in `plans`. What this rank failed with is raised on all."""
+    """The plan of this rank, agreed with all others and kept in `plans`. A deferred error is raised on all ranks."""
     council = _Council(comm, described.result.table if described.result else None, spread)
     terms = meet(comm, call, _DESCRIBING, lambda: described.get().digest, council.hear_digests)
     if not terms.id:

@@ -29,7 +29,7 @@ def no_callback() -> None:
 class Described:
     """A rank's state, taken apart.
 
-    `live`: keys of tensors that somebody waits to change: they are read first, and `released` is called when they were.
+    `live`: keys of tensors that a caller waits to change. They are read first; then `released` is called.
     """
 
     table: Table

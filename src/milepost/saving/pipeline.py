@@ -1,8 +1,8 @@
-"""The save pipeline: describe, agree, write, commit. Every rank runs it; each step ends with all ranks or with one error.
+"""The save pipeline: describe, agree, write, commit. Every rank runs it; each step succeeds on all ranks or on none.
 
-In the steady state (the same structure as in an earlier save with the same `Plans`) the ranks meet once: the coordinator
-announces the goal, every rank writes by the plan that it has, and the results say by which agreement. If a rank's
-structure changed, nothing is committed; the ranks agree anew and write again.
+In the steady state (the same structure as in an earlier save with the same `Plans`) the ranks meet once: the
+coordinator announces the aim, every rank writes by the plan that it has, and the results say by which agreement. If a
+rank's structure changed, nothing is committed; the ranks agree again and write again.
 """
 
 import threading
@@ -194,7 +194,7 @@ class _Save:
         described.get().released()
         self.meter.finish()
         if comm.rank == comm.coordinator:
-            # At the very end: where warnings are errors, one must not take the coordinator away while others wait for it.
+            # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             for text in self.warnings:
                 warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
@@ -202,7 +202,7 @@ class _Save:
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
         aim = take_aim(self.store, overwrite=self.options.overwrite)
-        # Somebody waits for what is live: it is written once, by an agreement that is sure to hold.
+        # A caller waits for what is live, so it is written once, by an agreement that is sure to hold.
         plan = self._find_plan(described) if described is not None and not described.live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         return _Start(aim, plan.id if plan is not None and known else b"")

@@ -1,4 +1,4 @@
-"""Replicas that should be equal: each rank hashes what it shares with others; the hashes are compared before the commit."""
+"""Replicas that should be equal: each rank hashes what others hold too; the hashes are compared before the commit."""
 
 import msgspec
 import xxhash
@@ -20,14 +20,14 @@ _COMPARING = Meeting("comparing replicas", Wire(Digests), Wire(str))
 
 
 class ReplicaCheck:
-    """One rank's part in the comparison. Only one small digest for each group of holders travels, unless they differ."""
+    """One rank's part in the comparison. One digest for each group of holders travels, more only if they differ."""
 
     def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
         self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
         self._keys: Digests = {}
 
     def digests(self) -> dict[bytes, bytes]:
-        """For each group of ranks that hold the same as this one: a digest over all of it, in the same order on each."""
+        """For each group of ranks that hold the same as this one: a digest over all of it, in one order."""
         if not self._enabled or self._plan is None:
             return {}
         for tensor in self._plan.tensors:
