@@ -12,7 +12,7 @@ import torch
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.formats.write.content import LateBox
+from milepost.data.late import LateBox
 from milepost.formats.write.zip import ArchiveLayout
 
 

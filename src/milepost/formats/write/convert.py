@@ -21,10 +21,11 @@ from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import FORMAT, Value
 from milepost.core.table import TensorRow
 from milepost.core.tree import LEAVES, Node, build, grow
+from milepost.data.late import LateBox
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, InvalidRequest
-from milepost.formats.write.content import Content, FilePiece, LateBox
+from milepost.formats.write.content import Content, FilePiece
 from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import Attempt, FolderPlan, write_together
 from milepost.formats.write.huggingface import INDEX, HfLayout, HfTensor, hf_layout, owns

@@ -12,10 +12,9 @@ from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
 from milepost.core.tree import Node
-from milepost.data.memory import Block, needs_pinned
+from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import copy_run
 from milepost.formats.write.convert import (
     MAX_SHARD_BYTES,
     Converted,
@@ -38,9 +37,6 @@ from milepost.store.local import LocalWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_THREADS = 2
-"""They write through the page cache, because ranges of ranks do not end where pages do."""
 
 
 class _ExportTerms(msgspec.Struct, frozen=True):
@@ -189,8 +185,7 @@ def _write_file(
 
         return write
 
-    threads = min(_THREADS, transfer.threads_for(total, len(mine), block_bytes))
-    run_all(jobs(), make_worker, threads, meter)
+    run_all(jobs(), make_worker, transfer.threads_to_write(total, len(mine), cached=True), meter)
 
 
 def runs_of(box: Box, shape: Shape) -> Iterator[tuple[int, int, int]]:

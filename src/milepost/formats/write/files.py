@@ -21,6 +21,7 @@ import xxhash
 from milepost.comm import Comm, Phase, together
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
 from milepost.formats.write.content import Content, PieceSum, write_range
 from milepost.formats.write.zip import endings
@@ -89,12 +90,8 @@ class NewFiles:
                 errno=error.errno,
             ) from error
         writer = LocalWriter(path, handle, self.folder, size_bytes, self._transfer.direct if direct is None else direct)
-        try:
+        with committed(writer):
             yield writer
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def small(self, name: str, data: bytes) -> None:
         """On the coordinator: write a whole small file under its temporary name."""

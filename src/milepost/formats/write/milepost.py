@@ -10,23 +10,22 @@ from datetime import UTC, datetime
 from typing import Any
 
 import msgspec
-import numpy as np
 import xxhash
 
 from milepost.comm import Comm, Phase, together
 from milepost.commit.publish import aim, exists, publish, sweep
-from milepost.core.division import PlannedWrite, share_out, written_by
-from milepost.core.dtypes import DTYPES
+from milepost.core.division import share_out, written_by
 from milepost.core.layout import Whole
-from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import ShardFile, Value, new_manifest, shard_name
 from milepost.core.ranks import pack_ranks
-from milepost.core.shardfile import NewEntry, make_header, seal_of, sums_of
+from milepost.core.shardfile import NewEntry
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
+from milepost.core.wire import Wire
+from milepost.data.late import LateBox, LateReader
 from milepost.data.transfer import Meter, Transfer
-from milepost.errors import CheckpointError, InvalidRequest, InvalidState, RanksDisagree, StorageError
-from milepost.formats.write.content import Content, FilePiece, LateBox, LateReader, write_range
+from milepost.data.write import EntryToWrite, write_shard
+from milepost.errors import CheckpointError, InvalidRequest, RanksDisagree, StorageError
 from milepost.store import Store
 from milepost.version import __version__
 
@@ -47,7 +46,8 @@ class Contents:
         return xxhash.xxh3_128_digest(msgspec.json.encode((self.rows, self.nodes, self.values)))
 
 
-_FILES = msgspec.msgpack.Decoder(ShardFile | None)
+_FILES: Wire[ShardFile | None] = Wire(ShardFile | None)
+_AIM = Wire(tuple[int, str])
 
 
 def write_milepost(
@@ -74,19 +74,25 @@ def write_milepost(
             raise RanksDisagree("the ranks do not see the same source, or pass other arguments")
         if not overwrite and exists(store):
             raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
-        return msgspec.msgpack.encode(aim(store))
+        return _AIM.pack(aim(store))
 
-    generation, save_id = msgspec.msgpack.decode(together(comm, phase("planning"), describe, start))
+    generation, save_id = _AIM.unpack(together(comm, phase("planning"), describe, start))
     contents, layout = found[0], Whole(pack_ranks(range(comm.size)))
     tensors, layouts = share_out(contents.rows, {row.key: layout for row in contents.rows}, comm.size)
     items = [item for tensor in tensors for item in written_by(tensor, layouts[tensor.layout], comm.rank)]
 
     def work() -> bytes:
-        late = {i.name: LateBox(contents.reader, contents.names[i.key], i.dtype, i.box) for i in items}
-        return msgspec.msgpack.encode(_write_shard(store, save_id, comm.rank, items, late, transfer, meter))
+        entries = [
+            EntryToWrite(
+                NewEntry(item.name, item.dtype, item.box.shape),
+                LateBox(contents.reader, contents.names[item.key], item.dtype, item.box),
+            )
+            for item in items
+        ]
+        return _FILES.pack(write_shard(store, save_id, comm.rank, entries, transfer, meter).file)
 
     def commit(packed: list[bytes]) -> bytes:
-        written = [_FILES.decode(data) for data in packed]
+        written = [_FILES.unpack(data) for data in packed]
         manifest = new_manifest(
             generation,
             save_id,
@@ -114,50 +120,3 @@ def write_milepost(
                 store.delete(shard_name(save_id, comm.rank))
         raise
     meter.finish()
-
-
-def _write_shard(
-    store: Store,
-    save_id: str,
-    rank: int,
-    items: list[PlannedWrite],
-    late: dict[str, LateBox],
-    transfer: Transfer,
-    meter: Meter,
-) -> ShardFile | None:
-    """One rank's shard file, as `milepost.data.write` makes it."""
-    if not items:
-        return None
-    entries = [NewEntry(item.name, item.dtype, item.box.shape) for item in items]
-    # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
-    entries.sort(key=lambda entry: -DTYPES[entry.dtype].size_bytes)
-    notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
-    name = shard_name(save_id, rank)
-    try:
-        head, header = make_header(entries, notes, BLOCK_BYTES)
-    except ValueError as error:
-        raise InvalidState(f"{store.url}/{name} cannot be written: {error}") from None
-    first, stop = header.header_bytes, header.header_bytes + header.data_bytes
-    pieces = [
-        FilePiece(first + header.entries[entry.name].data_offsets[0], entry.size_bytes, late[entry.name])
-        for entry in entries
-    ]
-    sums = np.zeros(header.table_bytes // 8, dtype="<u8")
-
-    def seen(position: int, view: memoryview) -> None:
-        found = sums_of([view], BLOCK_BYTES)
-        at = (position - first) // BLOCK_BYTES
-        sums[at : at + len(found)] = found
-
-    meter.expect(header.data_bytes)
-    writer = store.writer(name, header.size_bytes, direct=transfer.direct)
-    try:
-        writer.write(0, [head])
-        write_range(writer, Content(name, header.size_bytes, pieces), first, stop, transfer, meter, seen)
-        table = sums.tobytes()
-        writer.write(stop, [table])
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
-    return ShardFile(rank, header.size_bytes, header.header_bytes, seal_of(head, table))
