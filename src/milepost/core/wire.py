@@ -20,17 +20,14 @@ class Wire(Generic[T]):
 
     __slots__ = ("_decode", "_encode")
 
-    def __init__(self, kind: type[T] | UnionType) -> None:
-        self._encode: Callable[[Any], bytes] = msgspec.msgpack.Encoder().encode
-        self._decode: Callable[[bytes | bytearray | memoryview], T] = msgspec.msgpack.Decoder(kind).decode
+    def __init__(self, kind: type[T] | UnionType, encoding: Any = msgspec.msgpack) -> None:
+        self._encode: Callable[[T], bytes] = encoding.Encoder().encode
+        self._decode: Callable[[bytes | bytearray | memoryview], T] = encoding.Decoder(kind).decode
 
     @classmethod
     def json(cls, kind: type[T] | UnionType) -> "Wire[T]":
         """Like `Wire(kind)`, but the bytes are JSON."""
-        wire = cls.__new__(cls)
-        wire._encode = msgspec.json.Encoder().encode
-        wire._decode = msgspec.json.Decoder(kind).decode
-        return wire
+        return cls(kind, msgspec.json)
 
     def pack(self, value: T) -> bytes:
         """The bytes of a value. Equal values of one type have equal bytes, but for the order of dicts and sets."""

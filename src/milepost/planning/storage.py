@@ -19,7 +19,7 @@ from milepost.core.division import PlannedRead, read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.shardfile import NewEntry, entry_name
-from milepost.data.memory import LateTensor, ready
+from milepost.data.late import LateTensor, ready
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher

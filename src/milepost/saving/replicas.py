@@ -9,7 +9,7 @@ from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
 from milepost.core.wire import Wire
-from milepost.data.memory import ready
+from milepost.data.late import ready
 from milepost.state.tensors import LocalTensor, bytes_of
 
 _SHOWN = 50

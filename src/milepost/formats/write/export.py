@@ -13,10 +13,9 @@ from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
 from milepost.core.tree import Node
 from milepost.core.wire import Wire
-from milepost.data.memory import Block, needs_pinned
+from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import copy_run
 from milepost.formats.write.convert import (
     MAX_SHARD_BYTES,
     Converted,
@@ -27,7 +26,7 @@ from milepost.formats.write.convert import (
     plan_of,
     within,
 )
-from milepost.formats.write.files import Attempt, FolderPlan, NewFiles
+from milepost.formats.write.files import FolderPlan, NewFiles, NewFolder
 from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
@@ -39,9 +38,6 @@ from milepost.store.local import LocalWriter
 
 if TYPE_CHECKING:
     import torch.distributed as dist
-
-_THREADS = 2
-"""They write through the page cache, because ranges of ranks do not end where pages do."""
 
 
 class _ExportTerms(msgspec.Struct, frozen=True):
@@ -87,7 +83,7 @@ def export_safetensors(
     """
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
     store = store_at(target)
-    attempt = Attempt(local_folder(store, "safetensors"), comm, limited, overwrite)
+    attempt = NewFolder(local_folder(store, "safetensors"), comm, limited, overwrite)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     plans = Plans()
     deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
@@ -180,8 +176,7 @@ def _write_file(
 
         return write
 
-    threads = min(_THREADS, transfer.threads_for(total, len(mine), block_bytes))
-    run_all(jobs(), make_worker, threads, meter)
+    run_all(jobs(), make_worker, transfer.threads_to_write(total, len(mine), cached=True), meter)
 
 
 def runs_of(box: Box, shape: Shape) -> Iterator[tuple[int, int, int]]:

@@ -21,6 +21,7 @@ import xxhash
 from milepost.comm import Call, Comm, together
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
 from milepost.formats.write.content import Content, PieceSum, write_range
 from milepost.formats.write.zip import endings
@@ -89,12 +90,8 @@ class NewFiles:
                 errno=error.errno,
             ) from error
         writer = LocalWriter(path, handle, self.folder, size_bytes, self._transfer.direct if direct is None else direct)
-        try:
+        with committed(writer):
             yield writer
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def small(self, name: str, data: bytes) -> None:
         """On the coordinator: write a whole small file under its temporary name."""
@@ -150,7 +147,7 @@ def refuse_existing(where: str, old: set[str], overwrite: bool) -> None:
         raise InvalidRequest(f"there is something at {where} already ({shown}); pass overwrite=True to replace it")
 
 
-class Attempt:
+class NewFolder:
     """One conversion into a folder, on one rank: meets the others, and cleans up after an error."""
 
     def __init__(self, folder: Path, comm: Comm, transfer: Transfer, overwrite: bool) -> None:
@@ -227,7 +224,7 @@ class Attempt:
 Finish = Callable[[NewFiles, FolderPlan, list[bytes]], None]
 
 
-def write_together(attempt: Attempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
+def write_together(attempt: NewFolder, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 
