@@ -569,7 +569,7 @@ def test_a_marker_that_is_none_of_ours_is_left_alone(tmp_path, caplog):
     (tmp_path / step_name(1) / (manifest_name(1) + REMOVED)).write_text("../../x")
     keeper.save(state(2), 2)
     assert keeper.steps() == [1, 2]
-    assert "no marker of ours" in caplog.text
+    assert "not a marker of Milepost" in caplog.text
 
 
 def test_a_removal_is_finished_though_its_manifest_cannot_be_read_any_more():

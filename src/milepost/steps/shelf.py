@@ -96,7 +96,7 @@ class Shelf:
             committed = {step: max(found) for step, found in numbers.items() if found}
             if committed or not names:
                 return committed
-            # Folders, and no step: saves that are under way; or a step was removed after a newer one came, while we looked.
+            # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
         return {}
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
