@@ -3,19 +3,15 @@
 import json
 import random
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-
-import faults_decoders
-import faults_fuzz
-from faults_changes import change_bytes, change_json, change_opcodes, words
-from faults_decoders import Decoder, decoders
-from faults_fuzz import fuzz
-
 from attacks import forge
+from faults import decoders as faults_decoders
+from faults import fuzz as faults_fuzz
+from faults.changes import change_bytes, change_json, change_opcodes, words
+from faults.decoders import Decoder, decoders
+from faults.fuzz import fuzz
 
 GOOD = {"refused", "accepted and sound"}
 

@@ -4,14 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import faults_shim
-from faults_shim import Call, read_log, violations
+from faults import shim as faults_shim
+from faults.shim import Call, read_log, violations
 
 IN_ORDER = """\
 mkdir /r/step

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import faults  # noqa: E402
-from fault_rows import Counting, FaultRow, Tally  # noqa: E402
-from faults import Results  # noqa: E402
+from faults import run as faults
+from faults.rows import Counting, FaultRow, Tally
+from faults.run import Results
 
 
 def row(number, counts, good=("fine",), dcp=None, fault="a fault", note=""):
@@ -22,7 +19,7 @@ def row(number, counts, good=("fine",), dcp=None, fault="a fault", note=""):
 GOOD = row(2, {"fine": 3}, dcp=Tally({"lost": 2, "fine": 1}))
 BAD = row(13, {"fine": 3, "lost": 1}, note="a | b <c>")
 EMPTY = row(5, {})
-ALL = Results((GOOD, EMPTY, BAD), {7: "faults_power: faults_power is not there"}, {})
+ALL = Results((GOOD, EMPTY, BAD), {7: "faults.power: faults.power is not there"}, {})
 
 
 def module(monkeypatch, tmp_path, name, text):
@@ -32,7 +29,7 @@ def module(monkeypatch, tmp_path, name, text):
 
 
 GIVES_TWO = """
-from fault_rows import FaultRow, Tally
+from faults.rows import FaultRow, Tally
 def rows(full, folder):
     (folder / "left behind").write_text("x")
     for number in (902, 901):
@@ -134,7 +131,7 @@ def test_every_number_of_the_table_belongs_to_a_module():
 
 
 def test_a_row_that_nobody_knows_is_an_error_of_the_call():
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--rows", "99"]
+    command = [sys.executable, str(Path(faults.__file__)), "--rows", "99"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no row 99" in done.stderr
