@@ -42,7 +42,7 @@ def budget_state():
 
 
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 1])
-def test_what_does_not_fit_in_the_budget_is_written_before_the_call_returns(saver, tmp_path, share):
+def test_data_over_the_budget_is_written_before_the_call_returns(saver, tmp_path, share):
     state = budget_state()
     expected = saved_now(state, tmp_path / "now")
     whole = sum(length for length, _ in expected["files"].values())
@@ -114,7 +114,7 @@ def test_ranks_with_different_budgets_save_together(team, tmp_path, small):
         assert content(tmp_path / f"later{i}") == content(tmp_path / "now")
 
 
-def test_one_saver_saves_states_of_other_structures_and_keeps_its_memory_where_it_can(saver, tmp_path):
+def test_saver_keeps_its_memory_across_structures(saver, tmp_path):
     arena = saver._saver._stager.arena
     states = {
         "small": lambda: {"a": torch.randn(1000)},
@@ -137,9 +137,7 @@ def test_one_saver_saves_states_of_other_structures_and_keeps_its_memory_where_i
     assert len({v for name, seen in versions.items() for v in seen[name == "small" :]}) == 1, "made anew only to grow"
 
 
-def test_a_structure_that_changes_on_one_rank_only_is_saved_though_another_writes_from_where_its_state_is(
-    team, tmp_path
-):
+def test_structure_changed_on_one_rank_is_saved_beside_unstaged_data(team, tmp_path):
     """A rank that let the caller go on could not write again: so it waits until all have the same plan."""
 
     def state_of(rank, changed):

@@ -43,7 +43,7 @@ def large_state(count=5000):
 
 
 @pytest.mark.parametrize("stage", ["host", "overlap"])
-def test_what_is_saved_is_the_state_at_the_call_whatever_happens_to_it_afterwards(saver, tmp_path, stage):
+def test_saved_state_is_the_state_at_the_call(saver, tmp_path, stage):
     state, metadata = large_state(), {"note": [1, {"k": 2}]}
     expected = saved_now(state, tmp_path / "now", metadata=metadata)
     store = GatedStore(tmp_path / "later", tmp_path / "gate")

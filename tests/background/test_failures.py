@@ -72,7 +72,7 @@ def test_one_process_raises_the_error_itself(saver, tmp_path, call):
     assert milepost.open(tmp_path)["t"].read().tolist() == [1, 1, 1]
 
 
-def test_what_is_called_afterwards_is_called_on_every_rank_after_the_commit(team, tmp_path):
+def test_callback_runs_on_every_rank_after_the_commit(team, tmp_path):
     def work(saver, rank):
         found = []
         saver.save(
@@ -124,7 +124,7 @@ def test_a_process_that_cannot_be_started_is_told_to_all_ranks_at_once(tmp_path,
     team.close()
 
 
-def test_a_process_that_died_between_two_saves_is_told_to_all_ranks_at_once(tmp_path):
+def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path):
     """Once the others waited for it as long as for a rank that is slow."""
     team = Team("process", 2)
     team.run(lambda saver, rank: saver.save({"t": torch.ones(2)}, tmp_path).result(TIMEOUT_S))
@@ -165,7 +165,7 @@ def test_an_error_that_nobody_asked_for_is_raised_by_the_next_save(team, tmp_pat
     team.run(lambda saver, rank: saver.save(states[rank], place).result(TIMEOUT_S))
 
 
-def test_an_error_that_nobody_asked_for_is_raised_by_wait_and_by_close_and_only_once(saver, tmp_path):
+def test_unread_error_is_raised_once_by_wait_or_close(saver, tmp_path):
     saver.save({"t": torch.ones(3)}, FailingStore(tmp_path, "write"))
     with pytest.raises(OSError, match="No space left"):
         saver.wait()

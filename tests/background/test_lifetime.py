@@ -47,7 +47,7 @@ def test_a_second_save_waits_for_the_first(saver, tmp_path):
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_save_that_is_refused_is_refused_on_all_ranks_however_far_each_is(tmp_path, slow):
+def test_refused_save_is_refused_on_all_ranks(tmp_path, slow):
     """The coordinator's own word counts: where another rank is slower, that one waits."""
     team, go = Team("thread", 3, when_busy="refuse"), threading.Event()
 
@@ -164,7 +164,7 @@ def test_a_saver_that_gets_no_thread_saves_in_front_and_says_so(tmp_path, monkey
     saver.close()
 
 
-def test_a_fork_of_the_trainer_neither_waits_for_its_saves_nor_takes_them_over(tmp_path):
+def test_fork_of_the_trainer_leaves_its_saves_alone(tmp_path):
     go_on, inner = threading.Event(), LocalStore(tmp_path)
 
     class Held(CountingStore):
@@ -261,7 +261,7 @@ print("end", flush=True)
 """
 
 
-def test_the_interpreter_ends_after_the_save_and_says_what_nobody_asked_for(tmp_path):
+def test_interpreter_exit_waits_for_the_save_and_logs_unread_errors(tmp_path):
     runs = [("works", "thread"), ("works", "process"), ("fails", "thread"), ("dead peer", "thread")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     programs = {}

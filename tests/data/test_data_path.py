@@ -154,7 +154,7 @@ def test_pinned_memory_that_does_not_start_at_a_page_gives_the_right_data(tmp_pa
 
 
 @pytest.mark.parametrize("budget", [64 * KIB, 256 * KIB, MIB, 5 * MIB])
-def test_the_golden_checkpoint_with_its_larger_blocks_loads_within_any_budget(budget):
+def test_golden_checkpoint_loads_within_any_budget(budget):
     expected = {"cut": make.whole_tensors(), "plain": make.plain_tensors()["dtypes"]}
     target = {
         "cut": {key: blank(tensor) for key, tensor in expected["cut"].items()},

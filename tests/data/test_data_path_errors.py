@@ -36,7 +36,7 @@ def damaged(tmp_path):
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_changed_byte_in_any_block_is_found_on_every_route_and_let_through_on_request(tmp_path, damaged, route):
+def test_changed_byte_is_found_on_every_route(tmp_path, damaged, route):
     state, path, header = damaged
     direct, make_target = ROUTES[route]
     kinds, can_be_cold = set(), False
@@ -62,7 +62,7 @@ def test_a_changed_byte_in_any_block_is_found_on_every_route_and_let_through_on_
     assert ("cold" in kinds) == (direct and can_be_cold)
 
 
-def test_a_changed_byte_is_found_by_a_reader_of_a_strided_region_if_it_lies_in_its_blocks(tmp_path, damaged):
+def test_changed_byte_is_found_by_a_strided_read_of_its_block(tmp_path, damaged):
     state, path, header = damaged
     at = header.entries["large"].data_offsets[0] + 4 * (300 * 390 + 200)
     flip(path, header.header_bytes + at)
@@ -85,7 +85,7 @@ def test_a_damaged_header_or_table_is_an_error_also_without_verification(tmp_pat
 
 
 @pytest.mark.parametrize("more", [-1, 1, 10 * MIB])
-def test_a_file_with_a_hole_behind_it_or_without_its_end_is_an_error_also_without_verification(tmp_path, damaged, more):
+def test_file_of_wrong_length_fails_without_verification(tmp_path, damaged, more):
     state, path, header = damaged
     os.truncate(path, header.size_bytes + more)
     for verify in (True, False):
@@ -123,7 +123,7 @@ ERRORS += [KeyboardInterrupt(), MemoryError("none left")]
 
 @pytest.mark.parametrize("error", ERRORS, ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("at", [1, 2, 4, 6, 9, 10])
-def test_an_error_of_any_writing_thread_fails_the_save_and_leaves_the_folder_as_it_was(tmp_path, at, error):
+def test_writer_thread_error_leaves_the_folder_unchanged(tmp_path, at, error):
     old, new = {"t": torch.zeros(5)}, {"t": random_tensor("float32", 8 * BLOCK_BYTES // 4)}
     milepost.save(old, tmp_path)
     before = files_in(tmp_path)

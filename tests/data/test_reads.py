@@ -117,7 +117,7 @@ def needed_blocks(store, tensors, saved, loaded, rank):
 
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("saved", "loaded"), [((4, 0), (4, 1)), ((2, 1), (3, 0)), ((2, 0), (4, 1)), ((3, 1), (2, 1))])
-def test_rows_become_columns_without_a_request_for_each_row_and_without_a_byte_twice(saved, loaded, verify):
+def test_rows_become_columns_in_few_requests_without_rereading(saved, loaded, verify):
     store = save_cut(MemoryStore(), wholes(), *saved)
     size = sum(len(store.objects[name]) for name in shards(store))
     for recorder in reload(store, wholes(), *loaded, verify=verify):
@@ -202,7 +202,7 @@ def test_a_lazy_tensor_gives_the_same_region_again_and_again(tmp_path):
 
 
 @pytest.mark.parametrize("most", [1, 2])
-def test_more_files_than_may_be_open_are_read_by_several_threads_and_closed(tmp_path, monkeypatch, most):
+def test_more_files_than_may_be_open_are_read_and_closed(tmp_path, monkeypatch, most):
     monkeypatch.setattr("milepost.data.read.MAX_OPEN", most)
     save_cut(LocalStore(tmp_path), wholes(), 5, 0)
     gc.collect()

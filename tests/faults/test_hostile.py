@@ -11,7 +11,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  #
 
 
 @pytest.mark.timeout(120)
-def test_a_few_of_each_keep_the_promise_and_the_canary_comes_to_life_in_dcp(tmp_path):
+def test_hostile_rows_keep_the_promise_and_dcp_wakes_the_canary(tmp_path):
     rows = {row.number: row for row in hostile.rows(False, tmp_path)}
     assert list(rows) == [17, 19, 20]
     for row in rows.values():

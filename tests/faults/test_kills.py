@@ -50,7 +50,7 @@ def test_a_place_whose_values_belong_to_different_saves_is_mixed(tmp_path):
     assert kills.old_or_new("milepost", tmp_path, 1, 2) == "mixed"
 
 
-def test_a_place_that_holds_less_than_what_had_ended_is_lost_and_a_damaged_one_is_unloadable(tmp_path):
+def test_older_content_is_lost_and_damaged_content_is_unloadable(tmp_path):
     kills.milepost.save(kills.target(), tmp_path)
     assert kills.old_or_new("milepost", tmp_path, 0, 1) == "old"
     assert kills.old_or_new("milepost", tmp_path, 1, 2) == "lost"
@@ -65,7 +65,7 @@ def test_an_earlier_step_that_is_gone_is_lost(tmp_path):
     assert kills.step_by_step("milepost", tmp_path, 2, 2) == "an earlier one lost"
 
 
-def test_two_winners_of_one_generation_and_a_winner_that_is_not_there_are_told(tmp_path):
+def test_double_and_absent_winners_of_a_generation_are_reported(tmp_path):
     kills.milepost.save(kills.target(), tmp_path)
     good = "one winner each generation, the newest there"
     assert kills.round_ending("milepost", tmp_path, [("saved", 0, 0, 1), ("conflict", 8, 0)]) == good
@@ -83,7 +83,7 @@ def test_a_rank_counts_as_named_only_where_its_own_number_stands():
 
 
 @pytest.mark.slow
-def test_dcp_leaves_something_that_is_not_whole_when_it_is_killed_often_enough(tmp_path):
+def test_dcp_killed_often_enough_leaves_a_partial_checkpoint(tmp_path):
     # One rank each: the ranks that have others import much, where the server has not.
     endings = []
     for i in range(40):

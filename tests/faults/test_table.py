@@ -50,7 +50,7 @@ def test_a_row_is_ok_only_if_every_trial_kept_the_promise():
     assert [faults.verdict(r) for r in (GOOD, BAD, EMPTY)] == ["yes", "NO", "not run"]
 
 
-def test_the_percentage_of_one_broken_promise_in_a_million_is_not_rounded_to_100():
+def test_one_failure_in_a_million_is_not_rounded_to_100_percent():
     assert faults.kept_percent(row(1, {"fine": 999_999, "lost": 1})) < 100
     assert faults.kept_percent(GOOD) == 100
     assert faults.kept_percent(EMPTY) is None
@@ -78,7 +78,7 @@ def test_the_json_has_one_object_for_each_row():
     assert {item["bar"] for item in found} == {">= 100"}
 
 
-def test_the_page_has_counts_machine_table_and_notes_and_escapes_what_would_be_markup():
+def test_page_shows_counts_machine_table_and_escaped_notes():
     text = faults.markdown(ALL, "one machine\nwith a disk", full=True)
     assert text.startswith("# Faults\n")
     assert "7 trials of Milepost" in text

@@ -55,7 +55,7 @@ def test_what_all_ranks_hold_is_written_once_and_spread_over_them():
     assert [len(plan.items) for plan in saved.final] == [9, 0, 0, 0]
 
 
-def test_without_flattening_top_level_values_come_back_and_nested_tensors_are_refused():
+def test_unflattened_states_refuse_nested_tensors():
     for options in ({}, {"flatten_sharded_tensors": False}):
         saved = save([DefaultSavePlanner(False)], [{"a": torch.ones(2), "b": {"c": [1, 2]}}])
         assert saved.metadata.planner_data is None
@@ -94,7 +94,7 @@ def test_ranks_with_different_keys_are_described_together():
         (Sharded((4,), {(2,): torch.zeros(2)}), "overlapping chunks"),
     ],
 )
-def test_a_key_that_ranks_describe_in_two_ways_is_refused_and_not_taken_from_one_of_them(other, text):
+def test_key_described_in_two_ways_is_refused(other, text):
     for caching in (False, True):
         planners = [DefaultSavePlanner(enable_plan_caching=caching) for _ in range(2)]
         with pytest.raises(ValueError, match=f"Failed to validate global plan: key:w .*{text}"):

@@ -44,7 +44,7 @@ def usable(saved):
     return [plan.usable for plan in saved.sent]
 
 
-def test_ranks_whose_plan_did_not_change_send_nothing_and_write_the_new_data_to_the_new_place():
+def test_unchanged_plan_sends_nothing_and_writes_new_data():
     planners = cached()
     check(save(planners, states_of(1), goal="first"), states_of(1))
     for fill in (2, 3):
@@ -80,13 +80,13 @@ def test_a_change_on_one_rank_is_noticed_and_sent_by_that_rank_alone(change):
     check(save(planners, states_of(4)), states_of(4))
 
 
-def test_a_key_that_stands_elsewhere_in_the_state_is_noticed_though_it_is_spelled_the_same():
+def test_moved_key_of_the_same_name_is_noticed():
     planners = cached(1)
     for state in ({"a": {"b.c": torch.ones(2)}}, {"a.b": {"c": torch.ones(2)}}):
         check(save(planners, [state]), [state])
 
 
-def test_another_cut_of_one_tensor_and_another_type_on_all_ranks_are_noticed():
+def test_changed_cut_and_changed_type_are_noticed():
     planners = cached(2)
     first = [{"s": Sharded((4,), {(0,): torch.ones(2)})}, {"s": Sharded((4,), {(2,): torch.ones(2)})}]
     second = [{"s": Sharded((4,), {(0,): torch.ones(3)})}, {"s": Sharded((4,), {(3,): torch.ones(1)})}]
@@ -119,7 +119,7 @@ def test_after_a_save_that_failed_the_next_one_works():
         check(save(planners, states_of(fill + 5)), states_of(fill + 5))
 
 
-def test_a_rank_that_did_not_come_to_the_end_of_a_save_does_not_refer_to_an_older_one():
+def test_interrupted_rank_does_not_refer_to_an_older_save():
     class Stumbles(DefaultSavePlanner):
         stumbles = False
 
@@ -159,7 +159,7 @@ def test_a_coordinator_that_was_not_part_of_the_last_save_says_so():
         check(save(planners, states_of(1)), states_of(1))
 
 
-def test_planners_that_are_used_with_another_number_of_ranks_say_so_once_and_then_plan_anew():
+def test_changed_rank_count_is_reported_once_then_planned_anew():
     planners, state = cached(4), {"w": torch.ones(2), "v": 1}
     save(planners[:2], [state] * 2)
     with pytest.raises(InvalidRequest, match="an earlier save"):
@@ -189,7 +189,7 @@ class Half(DefaultSavePlanner):
         return value.to(write_item.tensor_data.properties.dtype) if write_item.tensor_data else value
 
 
-def test_a_planner_that_changes_the_plan_is_cached_by_what_it_made_also_when_it_changes_its_mind():
+def test_planner_that_edits_its_plan_is_cached_by_the_result():
     planners = cached(2, Half)
     states = [state_of(rank, 1, 2) for rank in range(2)]
     for half, sends in [(True, True), (True, False), (False, True), (False, False), (True, True)]:

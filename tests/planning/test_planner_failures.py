@@ -27,7 +27,7 @@ class Lies(DefaultSavePlanner):
 
 
 @pytest.mark.parametrize("kind", [Lies, type("CentralLies", (Lies, Central), {})])
-def test_a_plan_that_the_data_contradicts_is_an_error_and_the_old_checkpoint_stands(tmp_path, kind):
+def test_plan_contradicting_the_data_keeps_the_old_checkpoint(tmp_path, kind):
     milepost.save({"a": torch.ones(3)}, tmp_path)
     with pytest.raises(InvalidState, match=r"'a'.*float32.*float16"):
         milepost.save({"a": torch.zeros(3)}, tmp_path, planner=kind())
@@ -38,7 +38,7 @@ def test_a_plan_that_the_data_contradicts_is_an_error_and_the_old_checkpoint_sta
 @pytest.mark.parametrize(
     "step", ["set_up_planner", "create_local_plan", "create_global_plan", "finish_plan", "resolve_data"]
 )
-def test_an_error_in_any_step_of_a_planner_reaches_all_ranks_and_leaves_nothing(tmp_path, step):
+def test_planner_error_in_any_step_reaches_all_ranks(tmp_path, step):
     class Fails(Central):
         pass
 
@@ -166,7 +166,7 @@ def test_a_stateful_object_that_fails_on_one_rank_fails_on_all(tmp_path, planner
 
 
 @pytest.mark.parametrize("text", ["", "not \udcff text"])
-def test_an_error_that_cannot_be_shown_or_has_odd_characters_still_reaches_all(tmp_path, text):
+def test_unprintable_error_still_reaches_all_ranks(tmp_path, text):
     class Mute(Exception):
         def __str__(self):
             return text or None  # None: a TypeError in str()
@@ -182,7 +182,7 @@ def test_an_error_that_cannot_be_shown_or_has_odd_characters_still_reaches_all(t
     run_ranks(2, save, timeout_s=20)
 
 
-def test_all_ranks_load_the_checkpoint_that_the_lead_found_though_a_save_replaces_it(tmp_path):
+def test_all_ranks_load_what_the_coordinator_found(tmp_path):
     class Slow(CheckpointReader):
         """On rank 1 another job replaces the checkpoint just before it is read there."""
 
@@ -311,7 +311,7 @@ def empty_shards(rank, folder):
         milepost.dcp.save(state, checkpoint_id=f"{folder}/dcp")
 
 
-def test_ranks_whose_part_of_a_dtensor_is_empty_plan_nothing_and_nothing_is_missing(tmp_path):
+def test_rank_with_an_empty_dtensor_part_plans_nothing(tmp_path):
     spawn(3, empty_shards, str(tmp_path))
     for name in ("central", "half", "dcp"):
         with milepost.open(tmp_path / name) as checkpoint:

@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, Central, type("Local", (DefaultSavePlanner,), {}), None])
 @pytest.mark.parametrize("world", [1, 3])
-def test_whoever_plans_the_checkpoint_loads_on_any_ranks_with_and_without_a_planner(planner, world):
+def test_planned_checkpoint_loads_with_and_without_a_planner(planner, world):
     store = MemoryStore()
     receipts = run_ranks(
         world,
@@ -164,7 +164,7 @@ def test_data_that_a_planner_sends_with_its_local_plan_is_not_lost(module):
 # ---- plan caching
 
 
-def test_ranks_whose_plan_did_not_change_send_nothing_and_changes_are_noticed():
+def test_unchanged_plans_are_not_sent_and_changes_are_noticed():
     store = MemoryStore()
     planners = [Central(enable_plan_caching=True) for _ in range(3)]
 

@@ -22,7 +22,7 @@ def leftovers(store, steps):
 
 @pytest.mark.parametrize("kind", ["memory", "local"])
 @pytest.mark.parametrize("after", [False, True])
-def test_a_removal_that_is_cut_short_at_any_call_harms_nothing_and_is_finished_later(tmp_path, kind, after):
+def test_interrupted_removal_is_harmless_and_finished_later(tmp_path, kind, after):
     def fresh(number):
         store = MemoryStore() if kind == "memory" else LocalStore(tmp_path / f"{number}")
         keeper = Checkpointer(store)
@@ -202,7 +202,7 @@ def test_an_open_file_reads_on_after_the_removal(tmp_path):
         assert holds(checkpoint.state(), 1)
 
 
-def test_a_root_never_looks_empty_while_a_newer_step_takes_the_place_of_the_only_one(tmp_path):
+def test_root_never_looks_empty_while_its_only_step_is_replaced(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
     keeper.save(state(1), 1)
 

@@ -92,7 +92,7 @@ def test_metrics_that_are_no_numbers_of_ours_do_not_count(tmp_path):
     assert (keeper.steps(), keeper.best()) == ([9], 9)
 
 
-def test_a_run_that_goes_back_keeps_what_it_saves_and_can_remove_what_lies_ahead(tmp_path):
+def test_run_that_goes_back_keeps_its_saves_and_can_drop_later_ones(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
     keeper.save(state(100), 100)
     keeper.save(state(60), 60)
@@ -137,7 +137,7 @@ def test_a_save_whose_files_vanish_at_once_is_an_error_and_removes_nothing(tmp_p
     assert holds(found, 1)
 
 
-def test_a_save_whose_files_are_cut_short_at_once_is_an_error_and_removes_nothing(tmp_path):
+def test_save_with_truncated_files_fails_and_removes_nothing(tmp_path):
     class Cutting(CountingStore):
         """Takes the last byte of the data of step 2 when its manifest appears."""
 
@@ -153,7 +153,7 @@ def test_a_save_whose_files_are_cut_short_at_once_is_an_error_and_removes_nothin
     assert keeper.steps() == [1, 2]
 
 
-def test_a_store_that_does_not_answer_says_nothing_about_a_step_and_nothing_is_removed(caplog):
+def test_nothing_is_removed_while_the_store_does_not_answer(caplog):
     class Silent(CountingStore):
         """Does not answer who looks at the data of step 9."""
 

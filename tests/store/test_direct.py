@@ -48,7 +48,7 @@ def views_of(data, kind, rng):
 
 @examples(60)
 @given(st.data(), st.integers(0, 40 * PAGE), st.booleans(), st.integers(0, 999))
-def test_writes_in_any_order_from_several_threads_and_any_memory_give_the_file(data, size, direct, seed):
+def test_writes_in_any_order_and_memory_give_the_file(data, size, direct, seed):
     whole, rng = content(size, seed), Random(seed)
     kinds = st.sampled_from(["aligned", "unaligned", "bytes", "bytearray", "views"])
     jobs = [(start, stop, data.draw(kinds)) for start, stop in data.draw(ranges(size))]
@@ -88,7 +88,7 @@ def test_only_large_files_go_past_the_cache_and_only_if_they_may(tmp_path, size,
     assert path_of(store).read_bytes() == whole
 
 
-def test_only_what_is_aligned_goes_past_the_cache_and_the_rest_does_not_stop_it(direct, monkeypatch):
+def test_only_aligned_data_goes_past_the_cache(direct, monkeypatch):
     calls, pwrite = [], os.pwrite
 
     def record(handle, data, offset):
@@ -170,7 +170,7 @@ def test_where_direct_io_is_refused_at_open_all_goes_through_the_cache(store, mo
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("at", [1, 3])
-def test_where_direct_io_is_refused_at_a_write_the_rest_goes_through_the_cache(direct, monkeypatch, at, number):
+def test_direct_io_refused_at_a_write_falls_back_to_the_cache(direct, monkeypatch, at, number):
     calls, pwrite = [], os.pwrite
 
     def refuse(handle, data, offset):
@@ -374,14 +374,14 @@ def test_without_room_the_save_ends_before_it_writes_and_leaves_nothing(store, m
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
-def test_a_file_larger_than_the_file_system_can_hold_is_refused_by_a_real_one(store):
+def test_file_too_large_for_the_file_system_is_refused(store):
     with pytest.raises(milepost.StorageError, match=str(path_of(store))) as caught:
         store.writer(NAME, 2**62)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert not path_of(store).exists()
 
 
-def test_a_file_that_became_shorter_is_an_error_and_its_holes_read_as_zeros(store):
+def test_shortened_file_is_an_error_and_holes_read_as_zeros(store):
     write_blocks(store, content(20 * PAGE)).commit()
     reader = store.reader(NAME)
     reader.is_cold(0, PAGE)
