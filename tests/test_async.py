@@ -313,7 +313,7 @@ def team(request):
 @contextlib.contextmanager
 def limited(saver, staging_bytes):
     """The saver with another budget, and no memory to begin with."""
-    stager = saver._saver._stager
+    stager = saver._stager
     before, stager._limit_bytes = stager._limit_bytes, staging_bytes
     stager.free()
     try:
@@ -632,7 +632,7 @@ def test_the_call_waits_only_for_what_is_not_copied(tmp_path, monkeypatch):
     with milepost.AsyncSaver(staging_bytes=10 * MIB) as saver:
         pending = saver.save(state, Store(tmp_path / "later"), transfer=milepost.Transfer(1, MIB))
         assert not pending.done()
-        assert saver._saver._stager.arena.capacity <= 10 * MIB
+        assert saver._stager.arena.capacity <= 10 * MIB
         assert 40 * MIB <= sum(written) < 42 * MIB
         spoil(state)
         go.set()
@@ -666,7 +666,7 @@ def test_ranks_with_different_budgets_save_together(team, tmp_path, small):
 
 
 def test_one_saver_saves_states_of_other_structures_and_keeps_its_memory_where_it_can(saver, tmp_path):
-    arena = saver._saver._stager.arena
+    arena = saver._stager.arena
     states = {
         "small": lambda: {"a": torch.randn(1000)},
         "grown": lambda: {"a": torch.randn(3 * MIB), "b": [torch.randn(5)]},
@@ -784,7 +784,7 @@ def test_a_failure_on_one_rank_is_raised_on_every_rank_and_leaves_nothing(team, 
             def broken(*_):
                 raise ValueError("broken")
 
-            patched.setattr(team.savers[victim]._saver._stager.copier, "copy", broken)
+            patched.setattr(team.savers[victim]._stager.copier, "copy", broken)
         errors = team.run(work)
     for error in errors:
         assert isinstance(error, milepost.CheckpointError), errors
@@ -868,7 +868,7 @@ def test_a_process_that_died_between_two_saves_is_told_to_all_ranks_at_once(tmp_
     """Once the others waited for it as long as for a rank that is slow."""
     team = Team("process", 2)
     team.run(lambda saver, rank: saver.save({"t": torch.ones(2)}, tmp_path).result(TIMEOUT_S))
-    os.kill(team.savers[1]._saver._writers.link.pid, signal.SIGKILL)
+    os.kill(team.savers[1]._processes.writers.link.pid, signal.SIGKILL)
     time.sleep(0.2)
     errors = team.run(lambda saver, rank: saver.save({"t": torch.zeros(2)}, tmp_path).exception(TIMEOUT_S))
     assert all(isinstance(error, milepost.WriterDied) for error in errors)
@@ -964,8 +964,8 @@ def test_a_save_that_is_refused_is_refused_on_all_ranks_however_far_each_is(tmp_
 
     def work(saver, rank):
         if rank == slow:
-            real = saver._saver._save
-            saver._saver._save = lambda *work: (real(*work), go.wait(TIMEOUT_S))[0]
+            real = saver._save
+            saver._save = lambda *work: (real(*work), go.wait(TIMEOUT_S))[0]
         first = saver.save({"t": torch.ones(3)}, tmp_path / "first")
         if rank != slow:
             first.result(TIMEOUT_S)
@@ -1001,11 +1001,11 @@ def test_one_rank_can_cancel_for_all(team, tmp_path, when, monkeypatch):
             return pending.exception(TIMEOUT_S)
         store.wait_reached()
         store.open_after(0.4)
-        return pending.cancel(TIMEOUT_S), saver._saver._current.exception()
+        return pending.cancel(TIMEOUT_S), saver._current.exception()
 
     with monkeypatch.context() as patched:
         if when == "staging":
-            patched.setattr(team.savers[canceller]._saver._stager.copier, "copy", slow)
+            patched.setattr(team.savers[canceller]._stager.copier, "copy", slow)
         results = team.run(work)
     told, own = results.pop(canceller)
     assert told is True
@@ -1044,7 +1044,7 @@ def test_a_closed_saver_has_waited_and_freed_its_memory_and_takes_no_more(tmp_pa
     store = GatedStore(tmp_path / "place", tmp_path / "gate")
     saver = milepost.AsyncSaver()
     pending = saver.save({"t": torch.ones(1000)}, store)
-    arena = saver._saver._stager.arena
+    arena = saver._stager.arena
     assert arena.capacity
     store.open_after(0.2)
     saver.close()
@@ -1105,15 +1105,15 @@ def test_a_fork_of_the_trainer_neither_waits_for_its_saves_nor_takes_them_over(t
 
 
 def test_after_prewarm_a_save_makes_no_memory(saver, tmp_path):
-    arena = saver._saver._stager.arena
+    arena = saver._stager.arena
     state = {"t": torch.ones(arena.capacity // 4 + MIB), "u": random_tensor("int8", 999)}
     version = arena.version
     saver.prewarm(state)
     assert arena.version == version + 1
-    writers = saver._saver._writers
+    writers = saver._processes and saver._processes.writers
     saver.save(state, tmp_path).result(TIMEOUT_S)
     assert arena.version == version + 1
-    assert saver._saver._writers is writers
+    assert (saver._processes and saver._processes.writers) is writers
 
 
 def test_callbacks_are_called_when_it_has_ended(saver, tmp_path):
@@ -1269,7 +1269,7 @@ def test_what_cannot_be_is_refused_at_once(saver, tmp_path):
         with pytest.raises(milepost.InvalidRequest) as raised:
             call()
         assert ("nonsense" if "nonsense" in text else text) in str(raised.value)
-    if saver._saver._background == "process":
+    if saver._background == "process":
         with pytest.raises(milepost.InvalidRequest, match=r'MemoryStore belongs to this one.*background="thread"'):
             saver.save(state, milepost.store.MemoryStore())
     assert not files_in(tmp_path)
@@ -1384,7 +1384,7 @@ def test_staged_data_is_written_from_where_it_lies(tmp_path, aligned):
 
     with milepost.AsyncSaver() as saver:
         receipt = saver.save(state, Store(tmp_path)).result(TIMEOUT_S)
-        arena = saver._saver._stager.arena
+        arena = saver._stager.arena
         start = arena.data.data_ptr()
         staged = [length for at, length in written if start <= at < start + arena.capacity]
         assert sum(staged) == receipt.data_bytes

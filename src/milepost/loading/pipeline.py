@@ -3,7 +3,6 @@
 import itertools
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -21,10 +20,11 @@ from milepost.core.tree import Path, restore
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
 from milepost.data.read import Files
-from milepost.data.transfer import Meter, Transfer, Watcher
+from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import LongBytes, Matcher, Target, allocate, check_world, keys_of, shared_parts
+from milepost.loading.options import LoadOptions
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
@@ -44,21 +44,6 @@ _SMALL = 64 * KIB
 
 
 _log = logging.getLogger("milepost")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load; `milepost.load` explains each."""
-
-    codec: Codec
-    allow_missing: bool = False
-    allow_unexpected: bool = False
-    convert_dtype: bool = False
-    device: torch.device | str | None = None
-    verify: bool = True
-    share_reads: bool | None = None
-    transfer: Transfer = field(default_factory=Transfer)
-    progress: Watcher | None = None
 
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:

@@ -11,11 +11,12 @@ from milepost.background.pending import PendingSave
 from milepost.background.process.client import Link
 from milepost.background.process.messages import LEFT, Order, Ranks
 from milepost.comm import BoardComm, Comm, Phase, depart, together
-from milepost.comm.distributed import TorchBoard, address_for, key_value_store
+from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
 from milepost.errors import CheckpointError, WriterDied
 from milepost.saving.describe import Described
-from milepost.saving.pipeline import Receipt, SaveOptions
+from milepost.saving.options import SaveOptions
+from milepost.saving.pipeline import Receipt
 from milepost.state.values import Codec
 
 # Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
@@ -28,34 +29,34 @@ class Writers:
     `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
     """
 
-    def __init__(self, link: Link, comm: Comm, group: Any) -> None:
+    def __init__(self, link: Link, comm: Comm, address: str) -> None:
         self.comm: Comm = comm
         self.link = link
         self.shared_version = 0
         self._store: Any = None
         try:
-            self._bring_up(comm, group)
+            self._bring_up(comm, address)
         except BaseException:
             self.close()
             raise
 
-    def _bring_up(self, comm: Comm, group: Any) -> None:
+    def _bring_up(self, comm: Comm, own_address: str) -> None:
         if comm.size == 1:
             self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
             return
         phase = Phase("saving in", "the background", "starting the writing processes")
-        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.coordinator])
+        packed = together(comm, phase, lambda: self._start(comm, own_address), lambda notes: notes[comm.coordinator])
         address = _ADDRESSES.decode(packed)
         together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
         self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.coordinator)
 
-    def _start(self, comm: Comm, group: Any) -> bytes:
+    def _start(self, comm: Comm, own_address: str) -> bytes:
         if comm.rank != comm.coordinator:
             return b""
         port = self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, None))
-        return msgspec.msgpack.encode((address_for(group), port))
+        return msgspec.msgpack.encode((own_address, port))
 
     def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
         if comm.rank != comm.coordinator:
