@@ -13,7 +13,7 @@ FILES = sorted(TESTS.rglob("test_*.py"))
 FOLDERS = sorted({path.parent for path in FILES})
 
 
-def tests_of(path):
+def functions_of(path):
     """(name, slow) for each test function of a file."""
     tree = ast.parse(path.read_text())
     all_slow = any(isinstance(n, ast.Assign) and "pytest.mark.slow" in ast.unparse(n) for n in tree.body)
@@ -31,7 +31,7 @@ def test_every_folder_of_the_package_has_a_folder_of_tests():
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(TESTS.parent)))
 def test_every_folder_has_fast_tests(folder):
-    assert any(not slow for path in folder.glob("test_*.py") for _, slow in tests_of(path))
+    assert any(not slow for path in folder.glob("test_*.py") for _, slow in functions_of(path))
 
 
 def test_files_have_at_most_500_lines():
@@ -39,7 +39,7 @@ def test_files_have_at_most_500_lines():
 
 
 def test_names_are_short():
-    assert [name for path in FILES for name, _ in tests_of(path) if len(name) > 70] == []
+    assert [name for path in FILES for name, _ in functions_of(path) if len(name) > 70] == []
 
 
 def test_test_modules_do_not_import_each_other():

@@ -11,7 +11,8 @@ import torch
 import xxhash
 
 import milepost
-from milepost.commit.publish import generations, parse, read_manifest, sweep
+from milepost.commit.find import generations, parse, read_manifest
+from milepost.commit.publish import sweep
 from milepost.core.limits import MAX_MANIFEST_BYTES
 from milepost.core.manifest import seal
 from milepost.store import LocalStore
@@ -188,7 +189,7 @@ def test_a_renamed_manifest_is_damage(tmp_path):
 def test_a_manifest_that_is_absurdly_large_is_refused_before_it_is_read(tmp_path):
     milepost.save(state(1), tmp_path)
     os.truncate(tmp_path / "manifest-00000001.json", MAX_MANIFEST_BYTES + 1)
-    with pytest.raises(milepost.CheckpointDamaged, match=f"absurdly large: {MAX_MANIFEST_BYTES + 1} bytes"):
+    with pytest.raises(milepost.CheckpointDamaged, match=f"has {MAX_MANIFEST_BYTES + 1} bytes; a manifest has at most"):
         milepost.open(tmp_path)
 
 
@@ -210,7 +211,7 @@ def test_too_many_tensors_are_refused_before_writing(tmp_path, monkeypatch):
 POOR = """
 import resource, sys
 from pathlib import Path
-from milepost.commit.publish import parse
+from milepost.commit.find import parse
 from milepost.errors import UnsafeCheckpoint
 data = Path(sys.argv[1]).read_bytes()
 mapped = 1024 * int(Path("/proc/self/status").read_text().split("VmSize:")[1].split()[0])

@@ -133,13 +133,13 @@ def _with_torch(rank, folder):
     state = {"w": torch.arange(6.0), "n": {"v": [1, "x"]}, "lr": 0.5}
     zero = {"w": torch.zeros(6), "n": {"v": []}, "lr": 0.0}
     # Our functions, torch's storage; torch's functions read it.
-    milepost.save(state, f"{folder}/theirs", storage_writer=torch_dcp.CheckpointWriter(f"{folder}/theirs"))
+    milepost.save(state, f"{folder}/theirs", storage_writer=torch_dcp.FileSystemWriter(f"{folder}/theirs"))
     found = {"w": torch.zeros(6), "n": {"v": []}, "lr": 0.0}
     torch_dcp.load(found, checkpoint_id=f"{folder}/theirs")
     assert torch.equal(found["w"], state["w"])
     assert (found["n"], found["lr"]) == (state["n"], 0.5)
     found = dict(zero, w=torch.zeros(6))
-    milepost.load(found, f"{folder}/theirs", storage_reader=torch_dcp.CheckpointReader(f"{folder}/theirs"))
+    milepost.load(found, f"{folder}/theirs", storage_reader=torch_dcp.FileSystemReader(f"{folder}/theirs"))
     assert torch.equal(found["w"], state["w"])
     # Torch's functions, our storage; our functions read it.
     for turn in range(3):
@@ -206,7 +206,7 @@ def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, mon
         2,
         lambda comm: milepost.save(
             state_of(comm.rank, 2),
-            storage_writer=CheckpointWriter(tmp_path, _extensions=[kinds[name]() for name in order]),
+            storage_writer=CheckpointWriter(tmp_path, transforms=[kinds[name]() for name in order]),
             process_group=comm,
         ),
     )
@@ -227,7 +227,7 @@ def test_stream_transforms_are_recorded_and_undone_by_every_reader(tmp_path, mon
         registry = milepost.planning.ExtensionRegistry()
         registry.register(Rot)
         state = blank()
-        milepost.load(state, storage_reader=CheckpointReader(tmp_path, registry))
+        milepost.load(state, storage_reader=CheckpointReader(tmp_path, registry=registry))
         assert_full(state)
 
 
@@ -242,7 +242,7 @@ def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_pa
             return inner
 
     state = {"w": WHOLE.clone(), "lr": 0.5}
-    writer = torch_dcp.CheckpointWriter(tmp_path, _extensions=[torch_extension.ZStandard(), Theirs()])
+    writer = torch_dcp.FileSystemWriter(tmp_path, _extensions=[torch_extension.ZStandard(), Theirs()])
     torch_dcp.save(state, storage_writer=writer, no_dist=True)
     with pytest.raises(milepost.UnsupportedFormat, match="rot@tests"):
         milepost.load({"w": torch.zeros(8, 6), "lr": 0.0}, tmp_path)
@@ -254,7 +254,7 @@ def test_transforms_of_torchs_own_format_are_undone_by_what_is_registered(tmp_pa
 
 def test_zstd_makes_it_smaller_and_a_bomb_is_refused(tmp_path, monkeypatch):
     state = {"a": torch.zeros(300_000)}
-    milepost.save(state, storage_writer=CheckpointWriter(tmp_path, _extensions=[milepost.planning.ZStandard()]))
+    milepost.save(state, storage_writer=CheckpointWriter(tmp_path, transforms=[milepost.planning.ZStandard()]))
     (path,) = tmp_path.glob("data/*/*")
     assert path.stat().st_size < 20_000
     monkeypatch.setattr(milepost.planning.ZStandard, "transform_from", lambda self, stored: io.BytesIO(bytes(10**8)))

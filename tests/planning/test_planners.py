@@ -133,7 +133,7 @@ def _dtensors(rank, folder, world, dims):
 def test_dtensors_by_plans_onto_another_dimension(tmp_path, dims):
     spawn(3, _dtensors, str(tmp_path), 3, dims)
     with milepost.open(tmp_path / "half") as checkpoint:
-        assert checkpoint.tensors["w"].dtype == "float16"
+        assert checkpoint.tensors["w"].dtype == torch.float16
         assert type(checkpoint.tensors["w"].layout).__name__ == "Grid"  # described by its layout, not by its boxes
 
 
@@ -182,7 +182,7 @@ def test_unchanged_plans_are_not_sent_and_changes_are_noticed():
     assert save(1) == [False, False, False]
     assert torch.equal(milepost.open(store)["a"].read(), torch.full((4,), 2.0))
     assert save(2) == [False, True, False]
-    assert milepost.open(store).tensors["own1"].dtype == "bfloat16"
+    assert milepost.open(store).tensors["own1"].dtype == torch.bfloat16
     assert save(2) == [False, False, False]
     assert milepost.open(store).verify().ok
 

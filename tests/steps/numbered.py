@@ -4,7 +4,7 @@ from pathlib import Path
 
 import torch
 
-from milepost.steps.retention import step_name
+from milepost.steps.shelf import step_name
 
 
 def state(number):

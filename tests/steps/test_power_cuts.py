@@ -11,9 +11,10 @@ import torch
 
 from milepost import Checkpointer, CheckpointNotFound, StorageError
 from milepost import open as open_checkpoint
-from milepost.commit.publish import REMOVED
+from milepost.commit.find import REMOVED
+from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import manifest_name
-from milepost.steps.retention import finish_removal, remove_checkpoint, step_name
+from milepost.steps.shelf import step_name
 from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, UnsyncedStore
 

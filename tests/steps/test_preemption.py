@@ -205,7 +205,7 @@ class BoardThatEnds(MemoryBoard):
             raise milepost.RanksMissing("the key-value store of the job does not answer")
         return super().read(names, timeout_s)
 
-    def aside(self, name):
+    def named(self, name):
         del name
         return self
 

@@ -6,9 +6,12 @@ import pytest
 
 import milepost
 from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, StorageError
-from milepost.commit.publish import REMOVED, aim
+from milepost.commit.attempt import take_aim
+from milepost.commit.find import REMOVED
+from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import manifest_name, shard_name
-from milepost.steps.retention import Rule, Shelf, finish_removal, remove_checkpoint, step_name
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import Shelf, step_name
 from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, CrashingStore
 from tests.steps.numbered import holds, state
@@ -131,7 +134,7 @@ def test_a_save_into_a_step_that_is_being_removed_loses_nothing(moment):
         place.delete(manifest_name(1))
     if moment == "data gone":
         place.delete(shard_name(removed.save_id, 0))
-    assert aim(place)[0] == 2, "the number that is being removed is not used again"
+    assert take_aim(place)[0] == 2, "the number that is being removed is not used again"
 
     class Meanwhile(CountingStore):
         """The removal is finished while this save is about to commit."""
@@ -166,7 +169,7 @@ def test_a_marker_that_is_none_of_ours_is_left_alone(tmp_path, caplog):
     (tmp_path / step_name(1) / (manifest_name(1) + REMOVED)).write_text("../../x")
     keeper.save(state(2), 2)
     assert keeper.steps() == [1, 2]
-    assert "no marker of ours" in caplog.text
+    assert "not a marker of Milepost" in caplog.text
 
 
 def test_a_removal_is_finished_though_its_manifest_cannot_be_read_any_more():

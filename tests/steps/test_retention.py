@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 import milepost
 from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, StorageError
 from milepost.core.manifest import manifest_name
-from milepost.steps.retention import Rule, step_name
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import step_name
 from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore
 from tests.steps.numbered import files_of, holds, state

@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from milepost.core.crc import combine
 from milepost.errors import UnsafeCheckpoint
-from milepost.formats.read.crc import RangeSum, Sums, combine
+from milepost.formats.read.crc import RangeSum, Sums
 from milepost.formats.read.pickles import BadPickle, Maker, Opaque, load
 
 NAMES = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))

@@ -118,7 +118,7 @@ def test_compressed_tensors_are_converted(tmp_path):
     milepost.save(
         state,
         storage_writer=milepost.planning.CheckpointWriter(
-            tmp_path / "source", _extensions=[milepost.planning.ZStandard()]
+            tmp_path / "source", transforms=[milepost.planning.ZStandard()]
         ),
     )
     for to in FORMATS:
