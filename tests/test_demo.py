@@ -79,6 +79,7 @@ def test_no_rank_outlives_a_demo_that_is_killed(tmp_path):
     assert gone
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_the_demo_leaves_a_folder_alone_that_it_did_not_make(tmp_path):
     (tmp_path / "mine.txt").write_text("precious")

@@ -18,6 +18,7 @@ def blocks(page):
     return [(match[1], match[2]) for match in BLOCK.finditer(page.read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_every_code_block_runs_and_prints_what_the_page_shows(page, tmp_path):
     program = "\n".join(text for kind, text in blocks(page) if kind == "python")

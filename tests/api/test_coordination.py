@@ -56,6 +56,7 @@ def meet_trouble(rank, where, step, kind):
     return met, took
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["die", "late"])
 @pytest.mark.parametrize("step", SAVE + LOAD)
 def test_a_rank_that_dies_or_is_late_in_any_step_is_named_by_all_others(tmp_path, step, kind):
@@ -115,6 +116,7 @@ def fail_in(rank, where, victim, word):
     return str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("victim", "word"),
     [
@@ -142,6 +144,7 @@ def steady(rank, where):
     return len(plans)
 
 
+@pytest.mark.slow
 def test_a_rank_that_comes_with_another_structure_is_noticed_and_saved(tmp_path):
     assert spawn(WORLD, steady, str(tmp_path)) == [1, 2, 1]
     for number in range(1, 5):

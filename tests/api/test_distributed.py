@@ -83,6 +83,7 @@ def assert_same(saved: dict[str, torch.Tensor], loaded: dict[str, torch.Tensor])
         assert torch.equal(tensor, loaded[key]), key
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "ranks", "onto"),
     [
@@ -151,6 +152,7 @@ def load_layouts(rank: int, folder: str) -> None:
         assert all(torch.equal(plain[k], expected[k]) for k in expected), saved
 
 
+@pytest.mark.slow
 def test_dtensors_of_every_layout_load_onto_every_other(tmp_path):
     spawn(4, save_layouts, str(tmp_path))
     spawn(4, load_layouts, str(tmp_path))

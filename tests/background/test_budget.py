@@ -41,6 +41,7 @@ def budget_state():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0, 0.3, 0.9, 1])
 def test_data_over_the_budget_is_written_before_the_call_returns(saver, tmp_path, share):
     state = budget_state()
@@ -114,6 +115,7 @@ def test_ranks_with_different_budgets_save_together(team, tmp_path, small):
         assert content(tmp_path / f"later{i}") == content(tmp_path / "now")
 
 
+@pytest.mark.slow
 def test_saver_keeps_its_memory_across_structures(saver, tmp_path):
     arena = saver._stager.arena
     states = {
@@ -160,6 +162,7 @@ def test_structure_changed_on_one_rank_is_saved_beside_unstaged_data(team, tmp_p
         assert checkpoint.generation == 2
 
 
+@pytest.mark.slow
 def test_where_no_memory_can_be_had_the_state_is_written_from_where_it_is(saver, tmp_path, monkeypatch, caplog):
     """Once a process wrote what lay in its memory from the save before."""
     saver.save({"a": torch.full((MIB,), 7.0)}, tmp_path / "before").result(TIMEOUT_S)

@@ -42,6 +42,7 @@ def large_state(count=5000):
 # ---------------------------------------------------------------- exact
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", ["host", "overlap"])
 def test_saved_state_is_the_state_at_the_call(saver, tmp_path, stage):
     state, metadata = large_state(), {"note": [1, {"k": 2}]}
@@ -82,6 +83,7 @@ def test_training_goes_on_at_once_and_does_not_change_what_is_saved(saver, tmp_p
     assert content(tmp_path / "later") == expected
 
 
+@pytest.mark.slow
 def test_ranks_save_what_they_had_at_the_call(team, tmp_path):
     comm_less = Team("thread", team.world)
     states = [shared_state(rank, team.world) for rank in range(team.world)]
@@ -147,6 +149,7 @@ def gloo_job(rank, folder, background):
     return {type(p).__name__ for v in model.parameters() if isinstance(v, DTensor) for p in v.placements}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("world", "background"), [(4, "thread"), (2, "process")])
 def test_a_job_of_real_ranks_saves_its_dtensors_exactly(tmp_path, world, background):
     kinds = spawn(world, gloo_job, str(tmp_path), background)[0]

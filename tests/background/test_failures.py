@@ -101,6 +101,7 @@ def test_a_failure_of_what_is_called_afterwards_is_raised_on_every_rank(tmp_path
     assert all("afterwards" in str(e) and "rank 1" in str(e) for e in errors)
 
 
+@pytest.mark.slow
 def test_a_process_that_cannot_be_started_is_told_to_all_ranks_at_once(tmp_path, monkeypatch):
     """It was a bare OSError, while the others waited. The folder that it would start in is gone, which is no reason."""
     popen, refusals = subprocess.Popen, [OSError(errno.EAGAIN, "Resource temporarily unavailable")]

@@ -10,6 +10,7 @@ from tests.background.saves import TIMEOUT_S, FailingStore, come_to, content, ev
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch's own, the first time that it meets complex32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", ["thread", "process"])
 def test_the_functions_keep_one_saver_until_it_is_closed(tmp_path, background):
     state = {"t": torch.ones(1000)}

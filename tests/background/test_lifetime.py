@@ -261,6 +261,7 @@ print("end", flush=True)
 """
 
 
+@pytest.mark.slow
 def test_interpreter_exit_waits_for_the_save_and_logs_unread_errors(tmp_path):
     runs = [("works", "thread"), ("works", "process"), ("fails", "thread"), ("dead peer", "thread")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}

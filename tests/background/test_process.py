@@ -143,6 +143,7 @@ def forking(trainer, where):
     os.write(trainer.saver._processes.writers.link._connection.fileno(), b"\0\0\1\0half")
 
 
+@pytest.mark.slow
 def test_process_ends_though_children_hold_the_connection(tmp_path):
     with Job(1) as job:
         job.call(open_saver)
@@ -162,6 +163,7 @@ def lead_group(trainer):
     return open_saver(trainer)
 
 
+@pytest.mark.slow
 def test_group_signals_do_not_stop_the_writing(tmp_path):
     with Job(1) as job:
         job.call(lead_group)
@@ -188,6 +190,7 @@ def end_by(trainer, way, where):
         sys.exit(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["close", "sys.exit", "os._exit"])
 def test_the_process_ends_when_its_trainer_does_and_after_its_work(tmp_path, way):
     with Job(1) as job:
@@ -197,6 +200,7 @@ def test_the_process_ends_when_its_trainer_does_and_after_its_work(tmp_path, way
     assert holds(tmp_path / "a") == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_forgets_its_saver_ends_and_so_does_the_process(tmp_path):
     # In a folder with modules of the same names as those that the process imports: it must find the trainer's.
     (tmp_path / "queue.py").write_text("raise RuntimeError\n")
@@ -228,6 +232,7 @@ def assert_told(answers, victim):
         assert took_s < SOON_S
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_process_killed_during_a_save_is_named_on_all_ranks(tmp_path, pair, victim):
     writers = pair.call(begin, SlowStore(tmp_path / "a", 0.5))
@@ -238,6 +243,7 @@ def test_process_killed_during_a_save_is_named_on_all_ranks(tmp_path, pair, vict
     assert holds(tmp_path / "b") == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_process_killed_between_saves_is_named_by_the_next_save(tmp_path, pair, victim):
     writers = pair.call(begin, tmp_path / "a")
@@ -315,6 +321,7 @@ def save_foreign(trainer, where, ranks):
     return attempt(trainer, where)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1, 2, 3)])
 def test_store_the_process_cannot_import_fails_on_all_ranks(tmp_path, four, ranks):
     for error, took_s in four.call(save_foreign, tmp_path / "a", ranks):

@@ -181,6 +181,7 @@ def test_a_contender_that_does_not_exist_is_refused(tmp_path):
     assert "no contender begins with dpc" in done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_the_benchmark_says_so(tmp_path):
     results = tmp_path / "rows.json"

@@ -223,6 +223,7 @@ except UnsafeCheckpoint as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_manifest_that_takes_more_memory_than_there_is_is_refused(tmp_path):
     body = b'{"tree": [' + b",".join([b'[0,0,""]'] * 2_000_000) + b"]"
@@ -233,6 +234,7 @@ def test_a_manifest_that_takes_more_memory_than_there_is_is_refused(tmp_path):
     assert "takes more memory to read than there is" in done.stdout
 
 
+@pytest.mark.slow
 def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):
     milepost.save(state(0), tmp_path)
     done = threading.Event()

@@ -99,6 +99,7 @@ def test_a_whole_checkpoint_verifies_and_loads(tmp_path):
     assert is_right(target)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_change_of_any_byte_is_found_and_never_loads_as_other_data(number):
     """Every byte of every file is changed, one at a time: the manifest, headers with their padding, data, tables."""

@@ -30,6 +30,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_all_dtypes_and_forms_arrive_bit_by_bit_by_every_way(tmp_path, state, way):
     milepost.save(state, tmp_path, transfer=WAYS[way])
@@ -42,6 +43,7 @@ def test_all_dtypes_and_forms_arrive_bit_by_bit_by_every_way(tmp_path, state, wa
         assert_same({key: checkpoint[key].read() for key in state}, state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("direct", [True, False])
 def test_thousands_of_tiny_tensors_arrive(tmp_path, direct):
     rng = np.random.default_rng(0)
@@ -83,6 +85,7 @@ def framed(tensor, form):
     return memory, lambda m: m.permute(*reversed(range(len(shape))))[tuple(slice(0, n) for n in shape)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["inside", "strided", "padded rows", "transposed"])
 @pytest.mark.parametrize("way", ["defaults", "one thread, small blocks", "three threads, odd blocks"])
 @pytest.mark.parametrize("verify", [True, False])
@@ -243,6 +246,7 @@ def grown_by(program, folder, budget=8 * MIB):
     return [float(line) for line in done.stdout.split()]
 
 
+@pytest.mark.slow
 def test_the_budget_holds_for_huge_tensors_contiguous_or_not(tmp_path):
     """Half a GiB with 8 MiB. Measured: at most 7.9. The rest is for other allocators: less than a second set of blocks."""
     grown = grown_by(HUGE, tmp_path)
@@ -250,6 +254,7 @@ def test_the_budget_holds_for_huge_tensors_contiguous_or_not(tmp_path):
     assert max(grown) < 8 + 6, f"MiB: {grown}"
 
 
+@pytest.mark.slow
 def test_the_budget_holds_for_conjugates(tmp_path):
     grown = grown_by(CONJUGATES, tmp_path)
     assert max(grown) < 8 + 6, f"MiB: {grown}"

@@ -88,6 +88,7 @@ def test_tensors_that_lie_side_by_side_are_read_together():
     assert len(store.of_data) < 15, "about one for each MiB"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify", [True, False])
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 4), (4, 2), (3, 2), (3, 3)])
 def test_contiguous_cuts_ask_for_the_blocks_that_they_need_and_no_more(saved, loaded, verify):

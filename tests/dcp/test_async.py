@@ -36,6 +36,7 @@ def job(dcp, rank, folder):
     return sorted(metadata.state_dict_metadata), shown(target)
 
 
+@pytest.mark.slow
 def test_the_copy_is_saved(tmp_path):
     for ours, theirs in spawn(2, run_both, job, tmp_path):
         assert ours == theirs == (["n", "plain", "w"], ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [1.0] * 3, 1))
@@ -63,6 +64,7 @@ def busy_job(dcp, rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_saves_run_beside_training_and_each_other(tmp_path):
     """Torch's meet in the process group, and hang."""
     assert spawn(2, run_ours, busy_job, tmp_path) == [[2, 2, 1]] * 2
@@ -214,6 +216,7 @@ def in_a_process(dcp, rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_process_saves_the_copy(tmp_path):
     expected = [([float(n)] * 3, n) for n in (1, 2, 3)]
     assert spawn(2, run_ours, in_a_process, tmp_path) == [expected] * 2

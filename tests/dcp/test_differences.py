@@ -82,6 +82,7 @@ def test_options_about_files_are_taken_and_files_are_those_of_milepost(tmp_path)
         milepost.open(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_a_process_saves_without_a_process_group(tmp_path):
     kind = dcp.AsyncCheckpointerType.PROCESS
     dcp.async_save({"n": 1}, checkpoint_id=tmp_path, async_checkpointer_type=kind).result(timeout=20)

@@ -72,6 +72,7 @@ def fsdp_resumes(dcp, rank, folder):
     return state["step"], found, whole(model.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 3])
 def test_fsdp2_resumes_on_another_number_of_ranks(tmp_path, world):
     saved = spawn(2, run_both, fsdp_saves, tmp_path)
@@ -112,6 +113,7 @@ def stateful(dcp, rank, folder):
     return expected
 
 
+@pytest.mark.slow
 def test_the_app_state_of_the_tutorial_is_saved_and_loaded(tmp_path):
     for ours, theirs in spawn(2, run_both, stateful, tmp_path):
         assert ours == theirs
@@ -157,6 +159,7 @@ def tp_loads(dcp, rank, folder):
     return whole(model.state_dict())
 
 
+@pytest.mark.slow
 def test_tensor_parallel_modules_are_resharded(tmp_path):
     saved = spawn(2, run_both, tp_saves, tmp_path)
     for ours, theirs in spawn(3, run_both, tp_loads, tmp_path):
@@ -256,6 +259,7 @@ def checkpointer(dcp, rank, folder):
     return whole(target), again
 
 
+@pytest.mark.slow
 def test_a_checkpointer_saves_and_loads_again_and_again(tmp_path):
     """Torch's own raises TypeError in its `save`."""
     assert spawn(2, run_ours, checkpointer, tmp_path) == [({"w": [1.0] * 4, "n": 1}, {"n": 5})] * 2
@@ -280,6 +284,7 @@ def broadcasting(dcp, rank, folder):
     return whole(target)
 
 
+@pytest.mark.slow
 def test_a_torch_save_file_is_read_by_one_rank_and_sent_to_all(tmp_path):
     for ours, theirs in spawn(2, run_both, broadcasting, tmp_path):
         assert ours == theirs == {"w": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "deep": {"b": [1.0, 1.0]}}
@@ -316,6 +321,7 @@ def hybrid(dcp, rank, folder):
     return whole(target)
 
 
+@pytest.mark.slow
 def test_one_of_several_replicas_saves_for_all(tmp_path):
     for ours, theirs in spawn(4, run_both, hybrid, tmp_path):
         assert ours == theirs == {"w": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "n": 1}
@@ -330,6 +336,7 @@ def cut_alone(dcp, rank, folder):
         return str(error).splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_a_rank_alone_cannot_save_a_part_of_a_tensor(tmp_path):
     """A checkpoint of Milepost holds whole tensors."""
     for text in spawn(2, run_ours, cut_alone, tmp_path):
@@ -374,6 +381,7 @@ def meta(dcp, rank, folder):
     return whole(target)
 
 
+@pytest.mark.slow
 def test_tensors_on_the_meta_device_get_memory(tmp_path):
     for ours, theirs in spawn(2, run_both, meta, tmp_path):
         assert ours == theirs == {"w": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], "b": [1.0, 1.0]}

@@ -44,6 +44,7 @@ def three_saves(rank, folder, caching):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("caching", [False, True])
 @pytest.mark.parametrize("world", [1, 2])
 def test_three_saves_with_a_change_between_them(tmp_path, world, caching):
@@ -65,6 +66,7 @@ def async_saves(rank, folder):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world", [1, 2])
 def test_async_saves_of_torch(tmp_path, world):
     for found in spawn(world, async_saves, tmp_path):
@@ -84,6 +86,7 @@ def loads_all_ways(rank, folder):
     return [loaded(state_of(9), folder), *ours]
 
 
+@pytest.mark.slow
 def test_what_torch_saved_is_loaded_by_all_on_other_ranks(tmp_path):
     spawn(2, saves_once, tmp_path)
     for found in spawn(3, loads_all_ways, tmp_path):

@@ -8,6 +8,7 @@ import milepost
 from faults import damage, targets
 
 
+@pytest.mark.slow
 def test_every_fault_is_met_as_promised_and_dcp_ran_beside_it(tmp_path):
     rows = {row.number: row for module in (damage, targets) for row in module.rows(False, tmp_path)}
     assert list(rows) == [13, 14, 15, 16, 18, 23]
@@ -42,6 +43,7 @@ def test_a_load_that_does_not_verify_loads_other_data_silently(tmp_path):
     assert row.milepost.counts == {"silent": 40}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ["data_bits", "index_bits", "broken_files", "foreign_files"])
 @pytest.mark.parametrize(("load", "ending"), [(never_raises, "silent"), (names_nothing, "file not named")])
 def test_a_load_that_hides_damage_or_does_not_name_it_keeps_no_promise(tmp_path, row, load, ending):
@@ -61,6 +63,7 @@ def test_damage_that_only_loading_finds_is_not_detected(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_a_load_that_raises_something_else_keeps_no_promise(tmp_path):
     def load(target, where):
         raise OSError(str(where))
@@ -99,6 +102,7 @@ def test_a_load_that_looks_outside_is_seen_although_it_raises(tmp_path):
     assert found.milepost.counts == {"followed": found.milepost.trials}
 
 
+@pytest.mark.slow
 def test_a_load_that_waits_at_a_pipe_is_seen_and_let_go(tmp_path):
     def load(target, where):
         for path in where.rglob("*"):

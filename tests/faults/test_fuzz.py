@@ -61,6 +61,7 @@ def test_a_refusal_is_good():
     assert done.bad == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "check"),
     [
@@ -108,6 +109,7 @@ def hides_a_fault(data):
     raise KeyError("here")
 
 
+@pytest.mark.slow
 def test_guidance_passes_nested_conditions_that_chance_does_not():
     decoder = made_up(hides_a_fault, seed=b'{"a": 1, "b": 2, "c": 3, "d": 4}', change=change_json)
 
@@ -119,6 +121,7 @@ def test_guidance_passes_nested_conditions_that_chance_does_not():
     assert finds(guided=False) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["value", "pickle"])
 def test_guidance_reaches_more_paths_than_changes_alone(name):
     guided, plain = (fuzz(decoders()[name], 500, random.Random(0), guided) for guided in (True, False))

@@ -10,6 +10,7 @@ from faults import hostile
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # the forks only read and end
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_hostile_rows_keep_the_promise_and_dcp_wakes_the_canary(tmp_path):
     rows = {row.number: row for row in hostile.rows(False, tmp_path)}

@@ -153,6 +153,7 @@ def without_chance(call):
     return re.sub(r"-[0-9a-f]{16}|\.[0-9a-f]{8}\.", "-x.", call).rstrip("/")
 
 
+@pytest.mark.slow
 def test_every_state_of_a_save_is_old_or_new_and_new_once_it_returned():
     store = UnsyncedStore()
     milepost.save(state(1), store)

@@ -83,6 +83,7 @@ def load_plain(rank, where, share):
     return store.bytes_read
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_replicas_read_each_byte_once_in_all_and_get_all_of_them(tmp_path):
     milepost.save(whole(), tmp_path)
@@ -116,6 +117,7 @@ def on_mesh(rank, where, share):
     return store.bytes_read
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_ranks_of_a_mesh_share_along_the_axis_that_copies(tmp_path):
     spawn(4, on_mesh, tmp_path, None)
@@ -174,6 +176,7 @@ def load_different(rank, where):
     assert same(expected, target)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_shared_read_error_reaches_all_ranks(tmp_path):
     milepost.save(whole(), tmp_path)

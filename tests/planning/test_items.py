@@ -334,6 +334,7 @@ def _work(rank):
     return found, expected, (meta.device.type, meta.to_local().device.type, meta.placements, tuple(meta.shape))
 
 
+@pytest.mark.slow
 def test_every_tensor_kind_gives_the_boxes_and_data_of_torch():
     results = spawn(2, _work)
     whole, uneven = torch.arange(24.0).reshape(6, 4), torch.arange(3.0)

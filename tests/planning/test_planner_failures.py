@@ -294,6 +294,7 @@ def large_notes(rank):
     return len(answer), len(mine), len(told)
 
 
+@pytest.mark.slow
 def test_plans_may_be_larger_than_what_the_jobs_store_takes_at_once():
     size = 20 << 20
     assert spawn(2, large_notes) == [(2 * size - 1, size + rank, size) for rank in range(2)]
@@ -311,6 +312,7 @@ def empty_shards(rank, folder):
         milepost.dcp.save(state, checkpoint_id=f"{folder}/dcp")
 
 
+@pytest.mark.slow
 def test_rank_with_an_empty_dtensor_part_plans_nothing(tmp_path):
     spawn(3, empty_shards, str(tmp_path))
     for name in ("central", "half", "dcp"):

@@ -129,6 +129,7 @@ def _dtensors(rank, folder, world, dims):
     assert isinstance(target["w"], DTensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dims", [(0, 1), (1, 0)])
 def test_dtensors_by_plans_onto_another_dimension(tmp_path, dims):
     spawn(3, _dtensors, str(tmp_path), 3, dims)

@@ -346,6 +346,7 @@ def test_metadata_travels_along(tmp_path):
     assert milepost.open(tmp_path).metadata == {"loss": 2.5, "tags": ("a", 1)}
 
 
+@pytest.mark.slow
 def test_looking_into_a_checkpoint_does_not_import_torch(tmp_path):
     milepost.save({"m": nn.Linear(2, 2), "step": 3}, tmp_path)
     code = (

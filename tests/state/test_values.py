@@ -145,6 +145,7 @@ VALUES = st.recursive(
 # ---- what comes back
 
 
+@pytest.mark.slow
 @examples(400)
 @given(VALUES)
 @example([True, 1, 1.0, np.float64(1), np.int8(1), "1", b"1", bytearray(b"1"), 1 + 0j, np.bool_(True)])
@@ -415,6 +416,7 @@ JSON = st.recursive(
 )
 
 
+@pytest.mark.slow
 @examples(700)
 @given(JSON)
 @example({"torch.device": "nonsense"})
@@ -480,6 +482,7 @@ def test_json_nested_deeper_than_any_saved_value_is_refused(word):
         Codec(TYPES).decode(data, "k")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dict", "set", "frozenset"])
 def test_many_keys_that_hash_alike_are_refused_at_once(kind):
     """A dict of them would take minutes; nobody has them by chance."""

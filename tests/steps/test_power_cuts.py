@@ -76,6 +76,7 @@ def test_save_over_a_step_leaves_the_old_or_the_new_whole(hard_links):
     assert seen == {1, 2, 3}
 
 
+@pytest.mark.slow
 def test_a_step_that_retention_removed_is_whole_or_not_listed():
     store = UnsyncedStore()
     keeper = Checkpointer(store, keep_last=1)
@@ -113,6 +114,7 @@ def test_removed_step_stays_gone_after_a_power_cut():
     assert seen == {(1,), (1, 2)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_next", [2, 3])
 def test_removal_finished_by_another_save_survives_a_power_cut(saved_next):
     """Into the very step that was being removed, or into another."""
@@ -142,6 +144,7 @@ def test_removal_finished_by_another_save_survives_a_power_cut(saved_next):
                 assert steps_in(found) == {9: 9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", ["remove", "save"])
 def test_two_jobs_at_one_step_leave_nothing_that_is_listed_and_not_whole(what):
     """One removes it; at each of its calls in turn, the other removes it too, or saves it anew."""

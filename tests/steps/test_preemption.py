@@ -102,6 +102,7 @@ def runs(draw):
     return Run(world, steps, draw(st.booleans()), signals, draw(st.integers(0, 10**6)))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("hurried")
 def test_all_ranks_stop_at_the_same_step():
     stopped = []
@@ -333,6 +334,7 @@ def forked_child_is_told_to_end(rank):
         return os.WTERMSIG(status), guard.preempted
 
 
+@pytest.mark.slow
 def test_a_forked_child_ends_at_the_signal_as_it_would_without_a_guard():
     assert spawn(1, forked_child_is_told_to_end) == [(signal.SIGTERM, False)]
 
@@ -449,6 +451,7 @@ def train_until_preempted(rank, folder, victim):
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 3])
 def test_one_of_four_real_ranks_is_signalled_and_all_save_the_same_step(tmp_path, victim):
     found = spawn(4, train_until_preempted, tmp_path, victim)
@@ -474,6 +477,7 @@ def train_without_one_that_died(rank):
             return str(error)
 
 
+@pytest.mark.slow
 def test_a_real_rank_that_died_is_named_within_the_grace_period():
     began = time.monotonic()
     found = spawn_outcomes(3, train_without_one_that_died)

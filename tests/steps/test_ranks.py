@@ -104,5 +104,6 @@ def real_work(rank, root):
     return keeper.restore(found), found["n"], set(local.flatten().tolist()), keeper.steps()
 
 
+@pytest.mark.slow
 def test_real_ranks_fall_back_to_the_same_step(tmp_path):
     assert spawn(2, real_work, str(tmp_path)) == [(20, 20, {20.0}, [20, 30])] * 2

@@ -23,6 +23,7 @@ def leftovers(store, steps):
     return found + [name for name in store.list("") if REMOVED in name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["memory", "local"])
 @pytest.mark.parametrize("after", [False, True])
 def test_interrupted_removal_is_harmless_and_finished_later(tmp_path, kind, after):

@@ -65,6 +65,7 @@ def with_pickle(path, data):
         archive.writestr("archive/version", b"3\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_pickle_cannot_ask_for_more_work_than_it_has_bytes(tmp_path, bomb):
     with_pickle(tmp_path / "bomb.pt", BOMBS[bomb])

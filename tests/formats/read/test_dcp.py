@@ -294,6 +294,7 @@ def load_sharded(rank, folder, world):
     return [t.tolist() for t in (*whole, state["plain"])], state["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 4)])
 def test_dtensors_are_resharded(tmp_path, before, after):
     spawn(before, save_sharded, str(tmp_path / "a"), before)
@@ -315,6 +316,7 @@ def save_to_hugging_face(rank, folder, distributed):
     dcp.save(state, storage_writer=dcp.HuggingFaceStorageWriter(folder, save_distributed=distributed))
 
 
+@pytest.mark.slow
 def test_the_shards_of_torchs_own_writer_for_hugging_face_are_put_together(tmp_path):
     spawn(2, save_to_hugging_face, str(tmp_path / "a"), True)
     with milepost.open(tmp_path / "a") as checkpoint:
@@ -363,6 +365,7 @@ def load_fsdp(rank, folder):
     return gather(state)
 
 
+@pytest.mark.slow
 def test_fsdp2_models_and_optimizers_go_from_four_ranks_to_two(tmp_path):
     saved_state = spawn(4, save_fsdp, str(tmp_path / "a"))[0]
     for loaded in spawn(2, load_fsdp, str(tmp_path / "a")):

@@ -74,6 +74,7 @@ def test_all_dtypes(tmp_path):
         assert torch.equal(tensor.view(torch.uint8), target[name].view(torch.uint8)), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "view",
     [
@@ -137,6 +138,7 @@ def test_a_flipped_byte_is_noticed_by_its_crc(tmp_path, size):
     assert not milepost.open(tmp_path / "a.pt").verify().ok
 
 
+@pytest.mark.slow
 def test_every_truncation_is_an_error_of_ours(tmp_path):
     torch.save({"w": torch.ones(3), "step": 2}, tmp_path / "a.pt")
     data = (tmp_path / "a.pt").read_bytes()
@@ -146,6 +148,7 @@ def test_every_truncation_is_an_error_of_ours(tmp_path):
             milepost.open(tmp_path / "a.pt")
 
 
+@pytest.mark.slow
 def test_flipped_bytes_end_in_our_errors_or_the_right_data(tmp_path):
     state = {"w": torch.arange(3.0), "step": 2}
     torch.save(state, tmp_path / "a.pt")
@@ -183,6 +186,7 @@ def load_resharded(rank, path, world):
     return state["w"].full_tensor().tolist(), state["turned"].full_tensor().tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["torch", "safetensors"])
 def test_ranks_take_their_parts_of_one_file(tmp_path, kind):
     w = torch.randn(12, 10)

@@ -44,6 +44,7 @@ def convert_on_ranks(rank, source, target, to):
     milepost.convert(source, target, to, max_shard_bytes=2 * MIB, transfer=milepost.Transfer(2, MIB))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 def test_two_ranks_write_one_target_together(tmp_path, to):
     state = flat_state()

@@ -59,6 +59,7 @@ def damaged_on_ranks(rank, source, target, to):
         return str(error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "milepost"])
 def test_damage_that_one_rank_meets_is_raised_on_all(tmp_path, to):
     milepost.save(flat_state(), tmp_path / "source")
@@ -81,6 +82,7 @@ for to in ("dcp", "torch", "safetensors", "milepost"):
 """
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_is_told_and_nothing_is_made(tmp_path):
     done = subprocess.run([sys.executable, "-c", FULL], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -170,6 +172,7 @@ for to in ("milepost", "dcp", "torch", "safetensors"):
 """
 
 
+@pytest.mark.slow
 def test_a_tensor_of_256_mb_is_converted_with_16_mib(tmp_path):
     large = torch.arange(64_000_000, dtype=torch.float32).view(8000, 8000)
     milepost.save({"t": large}, tmp_path / "source")
@@ -199,6 +202,7 @@ print(round(peak() - before, 2))
 """
 
 
+@pytest.mark.slow
 def test_the_budget_holds_for_files_of_torch(tmp_path):
     large = torch.arange(64_000_000, dtype=torch.float32).view(8000, 8000)
     torch.save({"t": large}, tmp_path / "large.pt")
@@ -212,6 +216,7 @@ def test_the_budget_holds_for_files_of_torch(tmp_path):
     assert torch.equal(read_folder(tmp_path / "out")["t"], large)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", FORMATS)
 def test_a_conversion_that_is_killed_leaves_nothing_that_looks_whole(tmp_path, to):
     milepost.save({f"t{i}": torch.full((4_000_000,), float(i)) for i in range(12)}, tmp_path / "source")

@@ -116,6 +116,7 @@ def export_on_ranks(rank, folder, shard_bytes):
     return sorted(p.name for p in folder.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shard_bytes", [10**9, 800_000])
 def test_ranks_write_their_own_bytes_of_the_final_files(tmp_path, shard_bytes):
     (names, _) = ranks.spawn(2, export_on_ranks, tmp_path / "hf", shard_bytes)
@@ -136,6 +137,7 @@ def export_on_a_mesh(rank, folder):
     milepost.export_safetensors(state, folder, host_memory_bytes=256 * 1024)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_mesh_write_every_byte_once(tmp_path):
     ranks.spawn(4, export_on_a_mesh, tmp_path / "hf")
     found = read_folder(tmp_path / "hf")
@@ -146,6 +148,7 @@ def export_different_keys(rank, folder):
     milepost.export_safetensors({f"stage{rank}": torch.full((5,), float(rank))}, folder, rename=lambda key: f"m.{key}")
 
 
+@pytest.mark.slow
 def test_ranks_may_hold_different_tensors(tmp_path):
     ranks.spawn(2, export_different_keys, tmp_path / "hf")
     same(read_folder(tmp_path / "hf"), {"m.stage0": torch.zeros(5), "m.stage1": torch.ones(5)})
