@@ -1,8 +1,9 @@
-"""New files that ranks write together: made under temporary names, filled in parallel, named when all are whole.
+"""Files that ranks write together: created under temporary names, filled in parallel, renamed when all are whole.
 
-1. Every rank knows the layout of all files; the coordinator compares that, and reserves the files under temporary names.
+1. Every rank works out the layout of all files. The coordinator compares the results and reserves the files under
+   temporary names.
 2. Each rank writes its share of the bytes, and syncs it.
-3. The coordinator writes what depends on all of them, and gives the files their names; the one that makes them count is last.
+3. The coordinator writes what depends on all ranks and renames the files; the file that completes the set is last.
 
 A crash or an error before the last step leaves nothing that looks whole.
 """
@@ -15,11 +16,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import xxhash
 
 from milepost.comm import Comm, Phase, together
 from milepost.core.limits import MIB
+from milepost.core.wire import Wire
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
@@ -29,17 +30,17 @@ from milepost.store import LocalStore
 from milepost.store.local import LocalWriter
 
 _UNIT = MIB
-"""Ranks share files at multiples of this: each writes whole pages, and goes past the page cache where that is possible."""
+"""Ranks share files at multiples of this, so each writes whole pages, and can bypass the page cache."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
-_SUMS = msgspec.msgpack.Decoder(dict[int, list[tuple[int, int, int, int, bool]]])
+_SUMS = Wire(dict[int, list[PieceSum]])
 
 
 @dataclass(frozen=True, slots=True)
 class FolderPlan:
-    """All files to write into a folder. `last` are small ones that are named last, in this order.
+    """All files to write into a folder. `last` are small files that are renamed last, in this order.
 
-    `owns` says which names in the folder belong to a target of this kind: these count as "already there", and are
-    removed when they are replaced. `markers` are those without which nobody takes the rest for whole.
+    `owns` tells which names in the folder belong to a target of this kind. Such files count as "already there", and
+    are removed when the target is replaced. `markers` are files without which no reader accepts the rest as whole.
     """
 
     files: Sequence[Content]
@@ -71,7 +72,7 @@ class NewFiles:
         self._store = LocalStore(folder)
 
     def temporary(self, name: str) -> str:
-        """What a file is called until all are whole."""
+        """The name of a file until all files are whole."""
         return f".{name}.{self._token}.tmp"
 
     def reserve(self, name: str, size_bytes: int) -> None:
@@ -134,7 +135,7 @@ class NewFiles:
 
 
 def owned(folder: Path, owns: Callable[[str], bool]) -> tuple[set[str], set[str]]:
-    """The files in a folder that belong to a target of some kind, and what unfinished attempts at one left."""
+    """The files in a folder that belong to a target of this kind, and the leftovers of unfinished attempts."""
     names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
     left = {name for name in names if (match := _TEMPORARY.fullmatch(name)) and owns(match[1])}
     return {name for name in names if owns(name)} - left, left
@@ -147,8 +148,8 @@ def refuse_existing(where: str, old: set[str], overwrite: bool) -> None:
         raise InvalidRequest(f"there is something at {where} already ({shown}); pass overwrite=True to replace it")
 
 
-class Attempt:
-    """One conversion into a folder, on one rank: meets the others, and cleans up after an error."""
+class FolderAttempt:
+    """One rank's part of writing a folder together: it meets the other ranks, and cleans up after an error."""
 
     def __init__(self, folder: Path, comm: Comm, transfer: Transfer, overwrite: bool) -> None:
         self.folder, self.comm, self.transfer, self.overwrite = folder, comm, transfer, overwrite
@@ -223,7 +224,7 @@ class Attempt:
 Finish = Callable[[NewFiles, FolderPlan, list[bytes]], None]
 
 
-def write_together(attempt: Attempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
+def write_together(attempt: FolderAttempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 
@@ -235,18 +236,18 @@ def write_together(attempt: Attempt, plan: Callable[[], FolderPlan], meter: Mete
             content = plan.files[number]
             with files.writer(content.name, content.size_bytes) as writer:
                 sums[number] = write_range(writer, content, start, stop, attempt.transfer, meter)
-        return msgspec.msgpack.encode(sums)
+        return _SUMS.pack(sums)
 
     attempt.run(plan, work, write_endings)
     meter.finish()
 
 
 def write_endings(files: NewFiles, plan: FolderPlan, packed: list[bytes]) -> None:
-    """On the coordinator: write what depends on the sums that all ranks brought."""
+    """On the coordinator: write what depends on the checksums of all ranks."""
     sums: dict[int, list[PieceSum]] = {}
     for data in packed:
-        for number, parts in _SUMS.decode(data).items():
-            sums.setdefault(number, []).extend(PieceSum(*part) for part in parts)
+        for number, parts in _SUMS.unpack(data).items():
+            sums.setdefault(number, []).extend(parts)
     for number, found in sums.items():
         content = plan.files[number]
         if found:

@@ -1,6 +1,6 @@
-"""Milepost's own format from another checkpoint: the same files that a save writes, from tensors that are read on the way.
+"""Milepost's own format from another checkpoint: the files that a save writes, from tensors that are read as needed.
 
-No rank has to ask another what there is: all see the source. So they meet twice, to agree on a name and to commit.
+All ranks see the source, so none has to describe it to another. They meet twice: to agree on a name, and to commit.
 """
 
 import contextlib
@@ -32,7 +32,7 @@ from milepost.version import __version__
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What the new checkpoint holds; `names` maps each of its tensors to the key that it has in the source."""
+    """What the new checkpoint holds. `names` maps the key of each tensor to its key in the source."""
 
     rows: tuple[TensorRow, ...]
     reader: LateReader
@@ -114,9 +114,9 @@ def write_milepost(
     try:
         together(comm, phase("writing"), work, commit)
     except CheckpointError as error:
-        # Where the coordinator did not answer it may still commit, and the file must stay; a later save sweeps it.
+        # If the coordinator did not answer, it may still commit: the file must stay. A later save removes it.
         if comm.size == 1 or error.failures:
-            with contextlib.suppress(StorageError):  # the error that we met first says more
+            with contextlib.suppress(StorageError):  # the first error says more
                 store.delete(shard_name(save_id, comm.rank))
         raise
     meter.finish()
