@@ -11,13 +11,25 @@ from functools import cache, lru_cache
 from types import CodeType
 from typing import Any
 
-from milepost.core import box, hash_flood, layout, manifest, private_record, ranks, shardfile, strict_int, tree
-from milepost.formats.read import archive, content, dcp, pickles, recognise, virtual
+from milepost.core import (
+    box,
+    hash_flood,
+    layout,
+    manifest,
+    private_record,
+    ranks,
+    shardfile,
+    spans,
+    strict_int,
+    tiling,
+    tree,
+)
+from milepost.formats.read import archive, content, dcp, dcp_metadata, pickle_machine, pickles, recognise, virtual
 from milepost.state import values
 
 WATCHED = (
-    *(box, hash_flood, layout, manifest, private_record, ranks, shardfile, strict_int, tree, values),
-    *(archive, content, dcp, pickles, recognise, virtual),
+    *(box, hash_flood, layout, manifest, private_record, ranks, shardfile, spans, strict_int, tiling, tree, values),
+    *(archive, content, dcp, dcp_metadata, pickle_machine, pickles, recognise, virtual),
 )
 """The modules that turn bytes into something."""
 EVIL = (

@@ -30,7 +30,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import Node
 from milepost.formats.read.content import Strided
-from milepost.formats.read.pickles import Maker, NamedObject, Opaque
+from milepost.formats.read.pickle_machine import Maker, NamedObject, Opaque
 from milepost.state.values import Codec
 
 MOST_RANKS, MOST_BOXES, MOST_DATA_BYTES = 256, 64, 1 << 20

@@ -10,9 +10,10 @@ from torch.distributed.tensor._utils import _compute_local_shape_and_global_offs
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from milepost.core.box import Box
-from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece, Whole, find_gap, stack
+from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece, Whole, stack
 from milepost.core.limits import MAX_DIMS, MAX_STRIDE
 from milepost.core.ranks import pack_ranks, unpack_ranks
+from milepost.core.tiling import find_gap
 from tests.strategies import (
     boxes_in,
     count_cover,

@@ -12,7 +12,7 @@ from milepost.core.box import Box
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Whole
 from milepost.core.manifest import PerRankValue, Value
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
-from milepost.core.table import Table, TensorRow, merge_layouts, merge_tables
+from milepost.core.table import LayoutMerger, Table, TensorRow, merge_tables
 from milepost.core.tree import Node
 from tests.strategies import boxes_in, count_cover, examples, grids, shapes, tilings
 
@@ -232,7 +232,7 @@ def test_problems_of_every_kind_are_reported_in_one_go():
 
 
 def test_one_rank_alone_needs_no_other_to_be_complete():
-    assert merge_layouts([((3,), row())]) == Whole("3")
+    assert LayoutMerger().merge([((3,), row())]) == Whole("3")
 
 
 @examples(100)

@@ -1,11 +1,11 @@
-"""Agreements: what the ranks of a job found out about each other's tables, and the plans that follow. Pure.
+"""Agreements: what the ranks of a job know of each other's tables, and the plans that follow. Pure.
 
 A rank needs to know only what concerns its own tensors: which ranks have the same table, and how the few tensors that
-other tables hold too are cut over all of them. The coordinator knows everything, because it writes the manifest. Both plan by
-the same rule, so nobody sends plans.
+other tables also hold are cut over all ranks. The coordinator knows everything, because it writes the manifest. Both
+plan by the same rule, so no plans are sent.
 """
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 
 import msgspec
 import xxhash
@@ -26,7 +26,7 @@ class SharedTensor(msgspec.Struct, frozen=True):
 
 
 class Terms(msgspec.Struct, frozen=True):
-    """What the coordinator tells every rank: the groups of ranks with equal tables, and what these share."""
+    """What the coordinator sends to every rank: the groups of ranks with equal tables, and the tensors they share."""
 
     id: bytes
     groups: tuple[str, ...]
@@ -43,7 +43,7 @@ class GroupPlan(msgspec.Struct, frozen=True):
 
 
 class Overview(msgspec.Struct, frozen=True):
-    """What the coordinator puts into the manifest: all tensors, layouts, the tree, and who keeps private values."""
+    """The coordinator's part for the manifest: all tensors, layouts, the tree, and the ranks with private values."""
 
     groups: tuple[str, ...]
     tensors: tuple[Tensor, ...]
@@ -58,12 +58,11 @@ def agreement_id(groups: list[tuple[str, bytes]], spread: bool) -> bytes:
 
 
 def find_terms(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, spread: bool) -> Terms:
-    """The terms for ranks whose tables differ."""
-    counts: dict[str, int] = {}
-    for table in tables:
-        for row in table.tensors:
-            counts[row.key] = counts.get(row.key, 0) + 1
-    shared = tuple(SharedTensor(row, merged.layouts[row.key]) for row in merged.tensors if counts[row.key] > 1)
+    """The terms for these groups of ranks, each of which has one of the tables."""
+    shared: tuple[SharedTensor, ...] = ()
+    if len(tables) > 1:
+        counts = Counter(row.key for table in tables for row in table.tensors)
+        shared = tuple(SharedTensor(row, merged.layouts[row.key]) for row in merged.tensors if counts[row.key] > 1)
     return Terms(agreement_id(groups, spread), tuple(ranks for ranks, _ in groups), shared)
 
 
@@ -77,10 +76,7 @@ class Settled(msgspec.Struct, frozen=True):
 
 def settle(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, world: int, spread: bool) -> Settled:
     """The agreement of these groups of ranks, whose tables were merged without a problem."""
-    if len(tables) > 1:
-        terms = find_terms(groups, tables, merged, spread)
-    else:
-        terms = Terms(agreement_id(groups, spread), (groups[0][0],))
+    terms = find_terms(groups, tables, merged, spread)
     plans = [make_plan(terms, group, table, world, spread) for (group, _), table in zip(groups, tables, strict=True)]
     return Settled(terms, tuple(plans), overview(terms, plans, merged))
 
@@ -121,7 +117,7 @@ def overview(terms: Terms, plans: list[GroupPlan], merged: Merged) -> Overview:
 
 
 class Plans:
-    """Plans of earlier saves, so that a save of the same structure needs no planning. Belongs to whoever saves in turn.
+    """Plans of earlier saves: a save of the same structure needs no planning. One object serves a series of saves.
 
     Keyed by content: a changed shape, dtype, layout, structure or number of ranks is another entry, and states that are
     saved in turn do not evict each other. Make one and pass it to each `save` of a job: `save(..., plans=plans)`.

@@ -1,11 +1,10 @@
 """Plans: who writes what, and what a reader reads from where. Pure, and the same on every rank.
 
 A box that k ranks hold is split into up to k parts of at least a MiB, one for each; a smaller one goes whole to one
-of them. Two numbers for each tensor (`parts` and `turn`, in the manifest) say it all, so a reader can work out which
-file holds which part without a list of them.
+of them. Two numbers for each tensor in the manifest (`parts` and `turn`) record this, so a reader can work out which
+file holds which part without a list.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 
 import msgspec
@@ -13,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.core.box import Box
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import MIN_PART_BYTES
 from milepost.core.manifest import Manifest, Tensor
@@ -32,7 +31,10 @@ class PlannedWrite(msgspec.Struct, frozen=True, gc=False):
 
 
 class PlannedRead(msgspec.Struct, frozen=True, gc=False):
-    """One region that a rank reads: `box` of the tensor `key`, from the entry `name` (which holds `source`) of a rank's file."""
+    """One region that a rank reads: `box` of the tensor `key`, from the entry `name` of a rank's file.
+
+    The entry holds the box `source`.
+    """
 
     key: str
     rank: int
@@ -44,7 +46,7 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 def share_out(
     rows: Iterable[TensorRow], layouts: Mapping[str, Layout], world: int, spread: bool = True
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
-    """The manifest's tensors: for each the number of parts and whose turn it is, so that all ranks write about the same.
+    """The manifest's tensors, each with a number of parts and a turn, so that all ranks write about equally much.
 
     With `spread=False` the first holder of each box writes all of it. Takes time in proportion to the tensors, and
     looks at the ranks only once for each layout.
@@ -81,16 +83,16 @@ def _deal_out(
 ) -> dict[str, tuple[int, int]]:
     """(parts, turn) for the tensors of one layout: parts go round the replicas, the largest first.
 
-    Starts with the replica that has least to write so far, and adds what each writes to `load`. No two replicas end
-    further apart than the largest part.
+    Starts with the replica that has the least to write so far, and adds the bytes of each to `load`. In the end no two
+    replicas differ by more than the largest part.
     """
     copies = groups.shape[1]
     if copies == 1:
-        load[groups] += sum(math.prod(r.shape) * DTYPES[r.dtype].size_bytes for r in rows) // len(groups)
+        load[groups] += sum(size_bytes(r.dtype, r.shape) for r in rows) // len(groups)
         return {row.key: (1, 0) for row in rows}
     shares = []
     for row in rows:
-        box_bytes = -(-math.prod(row.shape) * DTYPES[row.dtype].size_bytes // groups.shape[0])
+        box_bytes = -(-size_bytes(row.dtype, row.shape) // groups.shape[0])
         parts = min(copies, max(1, box_bytes // MIN_PART_BYTES))
         shares.append((box_bytes // parts, parts, row.key))
     added = np.zeros(copies, dtype=np.int64)
@@ -148,7 +150,7 @@ def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[PlannedRe
     """What to read for `region` of a tensor: disjoint boxes that cover it, each from one entry of one file."""
     layout = manifest.layout_of(tensor)
     if tensor.parts == 1 and isinstance(layout, Whole) and region.shape == tensor.shape:
-        # As most tensors of most checkpoints that one process saved.
+        # The usual case for a checkpoint that one process saved.
         holders = unpack_ranks(layout.ranks)
         name = entry_name(tensor.key, region, tensor.shape)
         return [PlannedRead(tensor.key, holders[tensor.turn % len(holders)], name, region, region)] * (

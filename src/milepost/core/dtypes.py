@@ -1,10 +1,12 @@
 """Element types by torch's name, and how a shard file stores each. Pure."""
 
+import math
+
 import msgspec
 
 
 class Dtype(msgspec.Struct, frozen=True):
-    """One element type: its size, the safetensors type that stores it, and the extra inner dimensions of the stored form."""
+    """One element type: its size, the safetensors type that stores it, and the extra inner dimensions when stored."""
 
     size_bytes: int
     stored_as: str
@@ -37,6 +39,12 @@ DTYPES: dict[str, Dtype] = {
     "float8_e5m2fnuz": Dtype(1, "U8"),
     "float4_e2m1fn_x2": Dtype(1, "U8"),
 }
+
+
+def size_bytes(dtype: str, shape: tuple[int, ...]) -> int:
+    """How many bytes a tensor of this dtype (torch's name) and shape takes."""
+    return math.prod(shape) * DTYPES[dtype].size_bytes
+
 
 STORED_SIZES: dict[str, int] = {
     "BOOL": 1,

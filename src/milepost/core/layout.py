@@ -13,7 +13,6 @@ except where the answer itself does.
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Iterator
 from functools import lru_cache
 
@@ -22,11 +21,10 @@ import numpy as np
 import numpy.typing as npt
 
 from milepost.core.box import Box, Shape
-from milepost.core.limits import MAX_BOXES, MAX_DIMS, MAX_RANKS, MAX_STRIDE, MAX_TANGLED
+from milepost.core.limits import MAX_BOXES, MAX_DIMS, MAX_RANKS, MAX_STRIDE
 from milepost.core.ranks import pack_ranks, positions, unpack_ranks
-
-Span = tuple[int, int]
-"""The indices `start <= i < stop` of one dimension."""
+from milepost.core.spans import Span, Steps, meeting, spans_of
+from milepost.core.tiling import find_gap
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -164,7 +162,7 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
             raise ValueError(f"this grid would cut a tensor of shape {shape} into more than {MAX_BOXES} boxes")
 
     def pieces(self, shape: Shape, rank: int) -> tuple[Piece, ...]:
-        """What `rank` holds of a tensor of this shape; several pieces where a cut is strided, none where it is empty."""
+        """What `rank` holds of a tensor of this shape: several pieces for a strided cut, none for an empty one."""
         coordinate = self.mesh.coordinate(rank)
         return () if coordinate is None else tuple(_pieces_of(self._spans(shape, coordinate)))
 
@@ -175,7 +173,7 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
             if cut is not None:
                 axes[cut.dim].append(axis)
         return [
-            _spans_of(
+            spans_of(
                 length,
                 tuple((self.mesh.shape[a], cut.stride) for a in axes[dim] if (cut := self.cuts[a]) is not None),
                 tuple(coordinate[a] for a in axes[dim]),
@@ -203,7 +201,7 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
         if not region.elements:
             return
         found = [
-            _meeting(length, self._steps(dim), region.offset[dim], region.end[dim]) for dim, length in enumerate(shape)
+            meeting(length, self._steps(dim), region.offset[dim], region.end[dim]) for dim, length in enumerate(shape)
         ]
         axes = [self._axes(dim) for dim in range(len(shape))]
         for choice in itertools.product(*found):
@@ -224,7 +222,7 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
     def _axes(self, dim: int) -> tuple[int, ...]:
         return tuple(axis for axis, cut in enumerate(self.cuts) if cut is not None and cut.dim == dim)
 
-    def _steps(self, dim: int) -> tuple[tuple[int, int], ...]:
+    def _steps(self, dim: int) -> Steps:
         return tuple(
             (self.mesh.shape[axis], cut.stride)
             for axis, cut in enumerate(self.cuts)
@@ -250,7 +248,7 @@ class Boxes(msgspec.Struct, frozen=True, tag="boxes", tag_field="kind"):
 
     def held_by(self, shape: Shape, rank: int) -> tuple[Held, ...]:
         """The boxes that `rank` holds, each with all its holders."""
-        del shape  # the boxes themselves tell
+        del shape  # the boxes are explicit
         return tuple(h for h in self.held if rank in h.holders)
 
     def overlapping(self, shape: Shape, region: Box) -> Iterator[Held]:
@@ -260,59 +258,6 @@ class Boxes(msgspec.Struct, frozen=True, tag="boxes", tag_field="kind"):
 
 
 Layout = Whole | Grid | Boxes
-
-
-def find_gap(boxes: list[Box], shape: Shape) -> str | None:
-    """Why these boxes do not tile a tensor of this shape exactly, or None if they do. Near-linear for ordinary cuts."""
-    whole = Box.whole(shape)
-    for box in boxes:
-        if not whole.contains(box):
-            return f"box {box.text} leaves the tensor of shape {shape}"
-    solid = [box for box in boxes if box.elements]
-    clash = _overlap(solid)
-    if clash:
-        return clash
-    covered = sum(b.elements for b in solid)
-    if covered != whole.elements:
-        return f"{whole.elements - covered} of {whole.elements} elements are held by no rank"
-    return None
-
-
-def _overlap(boxes: list[Box]) -> str | None:
-    """Which two boxes overlap, or None.
-
-    Splits the boxes where a plane separates them, again and again, so that only boxes that no plane separates are
-    compared with each other.
-    """
-    pending = [boxes]
-    while pending:
-        group = pending.pop()
-        if len(group) < 2:
-            continue
-        parts = next((p for dim in range(len(group[0].shape)) if len(p := _separated(group, dim)) > 1), None)
-        if parts is not None:
-            pending.extend(parts)
-            continue
-        neighbours = list(itertools.pairwise(sorted(group, key=lambda b: (b.offset, b.shape))))
-        few = itertools.combinations(group, 2) if len(group) <= MAX_TANGLED else ()
-        for one, other in itertools.chain(neighbours, few):
-            if one.intersect(other) is not None:
-                return f"boxes {one.text} and {other.text} overlap"
-        if len(group) > MAX_TANGLED:
-            return f"{len(group)} boxes are cut too irregularly to be checked"
-    return None
-
-
-def _separated(boxes: list[Box], dim: int) -> list[list[Box]]:
-    """The boxes in groups that planes across `dim` separate."""
-    groups: list[list[Box]] = []
-    reach = 0
-    for box in sorted(boxes, key=lambda b: (b.offset[dim], b.shape[dim])):
-        if not groups or box.offset[dim] >= reach:
-            groups.append([])
-        groups[-1].append(box)
-        reach = max(reach, box.offset[dim] + box.shape[dim])
-    return groups
 
 
 def stack(grids: list[Grid]) -> Grid | None:
@@ -327,96 +272,11 @@ def stack(grids: list[Grid]) -> Grid | None:
     return Grid(mesh, (None, *first.cuts))
 
 
-class _Partition(msgspec.Struct, frozen=True):
-    """How one dimension is cut: its spans in order, and the mesh coordinates that hold each."""
-
-    spans: tuple[tuple[Span, Shape], ...]
-    starts: tuple[int, ...]
-
-    def meeting(self, start: int, stop: int) -> tuple[tuple[Span, Shape], ...]:
-        first = max(bisect_right(self.starts, start) - 1, 0)
-        last = bisect_right(self.starts, stop - 1)
-        return tuple(s for s in self.spans[first:last] if s[0][1] > start)
-
-
-def _meeting(length: int, steps: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[Span, Shape], ...]:
-    """The spans of one dimension that meet start..stop, each with the mesh coordinates that hold it."""
-    if not steps:
-        return (((0, length), ()),)
-    if len(steps) > 1 or steps[0][1] > 1:
-        return _partition(length, steps).meeting(start, stop)
-    size = -(-length // steps[0][0])  # one plain cut: equal chunks
-    first, last = start // size, (stop - 1) // size
-    return tuple(((i * size, min((i + 1) * size, length)), (i,)) for i in range(first, last + 1))
-
-
 @lru_cache(maxsize=65536)
 def _copies(mesh: Mesh, cuts: tuple[Cut | None, ...], coordinate: Shape) -> str:
     """The ranks that hold the same as the one at `coordinate`: all along the copying axes, as text."""
     where = tuple(i if cut is not None else slice(None) for i, cut in zip(coordinate, cuts, strict=True))
     return pack_ranks(np.atleast_1d(mesh.array[where]).reshape(-1).tolist())
-
-
-@lru_cache(maxsize=1024)
-def _partition(length: int, steps: tuple[tuple[int, int], ...]) -> _Partition:
-    spans = [
-        (span, index)
-        for index in itertools.product(*(range(size) for size, _ in steps))
-        for span in _spans_of(length, steps, index)
-    ]
-    spans.sort()
-    return _Partition(tuple(spans), tuple(span[0] for span, _ in spans))
-
-
-@lru_cache(maxsize=4096)
-def _spans_of(length: int, steps: tuple[tuple[int, int], ...], index: Shape) -> tuple[Span, ...]:
-    """The indices that coordinate `index` holds after all cuts of one dimension, in local order."""
-    spans: tuple[Span, ...] = ((0, length),) if length else ()
-    for (size, stride), i in zip(steps, index, strict=True):
-        total = sum(b - a for a, b in spans)
-        taken = [span for a, b in _chunks(total, stride) for span in _take(spans, *_shift(_chunk(b - a, size, i), a))]
-        spans = tuple(_joined(taken))
-    return spans
-
-
-def _chunk(length: int, parts: int, index: int) -> Span:
-    """The indices of chunk `index`, as `torch.chunk` cuts: all chunks equal, the last ones shorter or empty."""
-    size = -(-length // parts)
-    return min(index * size, length), min((index + 1) * size, length)
-
-
-def _chunks(length: int, parts: int) -> Iterator[Span]:
-    size = -(-length // parts)
-    for start in range(0, length, max(size, 1)):
-        yield start, min(start + size, length)
-
-
-def _shift(span: Span, by: int) -> Span:
-    return span[0] + by, span[1] + by
-
-
-def _take(spans: tuple[Span, ...], start: int, stop: int) -> Iterator[Span]:
-    """Positions start..stop of the sequence that the spans spell."""
-    position = 0
-    for a, b in spans:
-        low, high = max(start - position, 0), min(stop - position, b - a)
-        if low < high:
-            yield a + low, a + high
-        position += b - a
-
-
-def _joined(spans: list[Span]) -> Iterator[Span]:
-    """The same sequence with neighbours that touch made one."""
-    current: Span | None = None
-    for a, b in spans:
-        if current is not None and current[1] == a:
-            current = (current[0], b)
-            continue
-        if current is not None:
-            yield current
-        current = (a, b)
-    if current is not None:
-        yield current
 
 
 def _pieces_of(spans: list[tuple[Span, ...]]) -> Iterator[Piece]:

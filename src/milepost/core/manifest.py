@@ -12,12 +12,13 @@ import msgspec
 import xxhash
 
 from milepost.core.box import Shape, check_shape
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import check_block_bytes
 from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow
+from milepost.core.wire import Wire
 
 FORMAT = "milepost"
 VERSION = 1
@@ -50,6 +51,16 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     kind: TensorKind = "tensor"
     transforms: tuple[str, ...] = ()
 
+    @property
+    def is_bytes(self) -> bool:
+        """Whether bytes stand in the state here, and not a tensor or an array."""
+        return self.kind in ("bytes", "bytearray")
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes all its elements take."""
+        return size_bytes(self.dtype, self.shape)
+
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One value that is not a tensor, as the closed codec spells it."""
@@ -75,7 +86,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All that a checkpoint is, except the bytes of its tensors."""
+    """The whole content of a checkpoint, except the bytes of its tensors."""
 
     format: str
     version: int
@@ -114,7 +125,7 @@ def generation_of(name: str) -> int | None:
 
 
 def make_save_id(generation: int, token: str) -> str:
-    """The name of one attempt to write this generation. It tells later savers when the attempt can no longer succeed."""
+    """The name of one attempt to write this generation. Later saves see from it when the attempt has become void."""
     return f"{generation:08d}-{token}"
 
 
@@ -138,11 +149,11 @@ def seal(manifest: Manifest) -> bytes:
             rows = _ENCODER.encode_lines(field).rstrip(b"\n").replace(b"\n", b",\n  ").decode()
             lines.append(f'"{name}": [\n  {rows}\n]' if rows else f'"{name}": []')
         else:
-            lines.append(f'"{name}": {msgspec.json.encode(field).decode()}')
+            lines.append(f'"{name}": {_ENCODER.encode(field).decode()}')
     body = ("{\n" + ",\n".join(lines)).encode()
     checksum = xxhash.xxh3_64(body).hexdigest()
     sealed = body + f',\n"checksum": "{checksum}"\n}}\n'.encode()
-    unseal(sealed)  # what no reader would accept must not be committed
+    unseal(sealed)  # a manifest that no reader would accept must not be committed
     return sealed
 
 
@@ -168,9 +179,9 @@ def unseal(data: bytes) -> Manifest:
 
 def _decode(text: bytes) -> Manifest:
     try:
-        manifest = _MANIFEST.decode(text)
+        manifest = _MANIFEST.unpack(text)
     except ValueError:
-        _check_version(_HEAD.decode(text))  # one of another version may have other fields
+        _check_version(_HEAD.unpack(text))  # one of another version may have other fields
         raise
     _check_version(manifest)
     return manifest
@@ -188,14 +199,13 @@ class _Head(msgspec.Struct):
     version: int
 
 
-# Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
-_MANIFEST = msgspec.json.Decoder(Manifest)
+_MANIFEST = Wire.json(Manifest)
+_HEAD = Wire.json(_Head)
 _ENCODER = msgspec.json.Encoder()
-_HEAD = msgspec.json.Decoder(_Head)
 
 
 def check(manifest: Manifest) -> None:
-    """Refuse a manifest that contradicts itself or is out of all proportion. Raises ValueError."""
+    """Refuse a manifest that contradicts itself or exceeds the limits. Raises ValueError."""
     if intended_generation(manifest.save_id) != manifest.generation:
         raise ValueError("its save id does not belong to its generation")
     if not 1 <= manifest.world <= MAX_RANKS:
@@ -211,7 +221,7 @@ def check(manifest: Manifest) -> None:
 
 
 def _check_tensors(manifest: Manifest) -> int:
-    """Refuse tensors that cannot be. Gives the bytes that they take, but for those that were transformed."""
+    """Refuse impossible tensors. Gives the bytes that they take, without tensors that were transformed."""
     alike: dict[tuple[object, ...], int] = {}
     held_bytes = 0
     for tensor in manifest.tensors:
@@ -220,7 +230,7 @@ def _check_tensors(manifest: Manifest) -> int:
         if size is None:  # once, however many tensors share a long layout
             _check_tensor(tensor, manifest.layouts)
             manifest.layout_of(tensor).check(tensor.shape)
-            size = alike[looks] = math.prod(tensor.shape) * DTYPES[tensor.dtype].size_bytes
+            size = alike[looks] = tensor.size_bytes
         if not tensor.transforms:
             held_bytes += size
     return held_bytes
@@ -267,8 +277,8 @@ def _copies(layout: Layout) -> int:
 
 
 def check_kind(tensor: Tensor) -> None:
-    """Refuse a tensor that claims to be what it cannot be: bytes of other numbers, an array that numpy has no type for."""
-    if tensor.kind in ("bytes", "bytearray"):
+    """Refuse a tensor with an impossible kind: bytes that are not uint8, or an array of a dtype that numpy lacks."""
+    if tensor.is_bytes:
         fits = tensor.dtype == "uint8" and len(tensor.shape) == 1
     else:
         fits = tensor.kind == "tensor" or not tensor.dtype.startswith(_NOT_IN_NUMPY)

@@ -6,6 +6,7 @@ from milepost.core.box import check_shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.manifest import Tensor, Value
 from milepost.core.tree import Node, check_kinds, grow
+from milepost.core.wire import Wire
 
 
 class Private(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -16,13 +17,12 @@ class Private(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tensors: tuple[Tensor, ...]
 
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_RECORDS = msgspec.json.Decoder(Private)
+_RECORD = Wire.json(Private)
 
 
 def read_private(data: bytes) -> Private:
     """Parse and check a record. Raises ValueError for anything that is not one."""
-    record = _RECORDS.decode(data)
+    record = _RECORD.unpack(data)
     check_kinds(record.tree)
     grow(record.tree)
     for tensor in record.tensors:

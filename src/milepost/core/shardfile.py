@@ -16,16 +16,19 @@ import msgspec
 import xxhash
 
 from milepost.core.box import Box, Shape, check_shape
-from milepost.core.dtypes import DTYPES, STORED_SIZES
+from milepost.core.dtypes import DTYPES, STORED_SIZES, size_bytes
 from milepost.core.limits import MAX_BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, PAGE_BYTES
+from milepost.core.wire import Wire
 
 CHECKSUMS = "@checksums"
 PRIVATE = "@private"
+NOTES = "__metadata__"
+"""Where safetensors keeps text of the file's own, beside the entries."""
 _digest = xxhash.xxh3_64_intdigest
 
 
 class Entry(msgspec.Struct, frozen=True, gc=False):
-    """One entry of a header, as safetensors defines it. A field that is not there gets what no entry may have."""
+    """One entry of a header, as safetensors defines it. A missing field gets a value that no entry may have."""
 
     dtype: str = ""
     shape: Shape = (-1,)
@@ -37,16 +40,14 @@ class Entry(msgspec.Struct, frozen=True, gc=False):
         return self.data_offsets[1] - self.data_offsets[0]
 
 
-class _HeaderNotes(msgspec.Struct, frozen=True, rename={"notes": "__metadata__"}):
-    """The part of a header that is no entry."""
+class _HeaderNotes(msgspec.Struct, frozen=True, rename={"notes": NOTES}):
+    """The part of a header that is not an entry."""
 
     notes: dict[str, str] = {}
 
 
-# Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
-# The notes are decoded as an entry too, which costs nothing, is thrown away, and spares a decision at each entry.
-_ENTRIES = msgspec.json.Decoder(dict[str, Entry])
-_NOTES = msgspec.json.Decoder(_HeaderNotes)
+_ENTRIES = Wire.json(dict[str, Entry])
+_NOTES = Wire.json(_HeaderNotes)
 
 
 class NewEntry(msgspec.Struct, frozen=True, gc=False):
@@ -59,7 +60,7 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
     @property
     def size_bytes(self) -> int:
         """How many bytes the entry will hold."""
-        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
+        return size_bytes(self.dtype, self.shape)
 
 
 class Header(msgspec.Struct, frozen=True):
@@ -111,12 +112,12 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) ->
         raise ValueError("two entries of one shard file have one name")
     blocks = block_count(position, block_bytes)
     table = Entry("U64", (blocks,), (position, position + 8 * blocks))
-    record = {"__metadata__": notes, **entries, CHECKSUMS: table}
+    record = {NOTES: notes, **entries, CHECKSUMS: table}
     text = msgspec.json.encode(record)
     if count_entries(text) > MAX_ENTRIES:
         raise ValueError(
-            f"{count_entries(text)} entries are more than the {MAX_ENTRIES} that a file may have (a brace in a key counts "
-            "as one); save fewer tensors a rank"
+            f"{count_entries(text)} entries are more than the {MAX_ENTRIES} that a file may have (a brace in a key "
+            "counts as one); save fewer tensors a rank"
         )
     length = -(-(8 + len(text)) // PAGE_BYTES) * PAGE_BYTES
     if length > MAX_HEADER_BYTES:
@@ -136,10 +137,7 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
     if count_entries(data, 8) > MAX_ENTRIES:  # before they are parsed, which takes a microsecond for each
         raise ValueError(f"a header of {count_entries(data, 8)} entries is over the limit of {MAX_ENTRIES}")
     try:
-        text = memoryview(data)[8:]
-        notes = _NOTES.decode(text).notes
-        entries = _ENTRIES.decode(text)
-        entries.pop("__metadata__", None)
+        entries, notes = parse_entries(memoryview(data)[8:])
     except RecursionError:
         raise ValueError("the header is nested too deeply") from None
     if not entries or next(reversed(entries)) != CHECKSUMS:
@@ -152,6 +150,17 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
     if len(data) + end != file_bytes:
         raise ValueError(f"the header describes {len(data) + end} bytes and the file has {file_bytes}")
     return Header(entries, notes, len(data), data_bytes, table.size_bytes)
+
+
+def parse_entries(text: bytes | memoryview) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries and the notes of a safetensors header. Raises ValueError, and RecursionError for deep nesting.
+
+    A field that an entry lacks gets a value that no entry may have.
+    """
+    # The notes are decoded as an entry too, which costs nothing, is thrown away, and spares a decision at each entry.
+    entries = _ENTRIES.unpack(text)
+    entries.pop(NOTES, None)
+    return entries, _NOTES.unpack(text).notes
 
 
 def count_entries(data: bytes, start: int = 0) -> int:

@@ -1,4 +1,4 @@
-"""Whole numbers in text that somebody else may have written. Pure."""
+"""Whole numbers in untrusted text. Pure."""
 
 import re
 
@@ -6,9 +6,9 @@ _NUMBER = re.compile(r"0|[1-9][0-9]{0,17}")
 
 
 def number_of(text: str) -> int | None:
-    """The number that `text` spells as `str` would, from 0 to 18 digits long; None for any other text.
+    """The number that `text` spells exactly as `str` would, of up to 18 digits; None for any other text.
 
-    `int` takes far more than anybody here writes: digits of every script, underscores, spaces, signs, zeros in front; and
-    text of thousands of digits makes it raise.
+    `int` accepts far more: digits of every script, underscores, spaces, signs and leading zeros. It raises an error for
+    text of thousands of digits.
     """
     return int(text) if _NUMBER.fullmatch(text) else None

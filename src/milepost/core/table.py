@@ -1,7 +1,7 @@
-"""Tables: what each rank says it holds, and the one table that they make together. Pure.
+"""Tables: what each rank holds, and the one table that all ranks form together. Pure.
 
 In a plain SPMD job all ranks have the same table, and comparing digests is enough. Where they differ (pipeline
-stages), one table for each distinct digest is merged with the others; whatever contradicts is reported at once.
+stages), one table for each distinct digest is merged with the others; all contradictions are reported at once.
 """
 
 from collections import Counter
@@ -30,6 +30,10 @@ class TensorRow(msgspec.Struct, frozen=True, gc=False):
     layout: Grid | Boxes | None
 
 
+Holder = tuple[tuple[int, ...], TensorRow]
+"""Ranks that describe a tensor alike, and how they do."""
+
+
 class Table(msgspec.Struct, frozen=True):
     """All that one rank holds, without the data. `per_rank` lists the keys of rank-private values."""
 
@@ -50,7 +54,7 @@ class Table(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Merged:
-    """What all ranks hold together. Where `problems` is not empty, nothing else counts."""
+    """What all ranks hold together. Where `problems` is not empty, the rest is not valid."""
 
     tensors: tuple[TensorRow, ...] = ()
     layouts: dict[str, Layout] = field(default_factory=dict)
@@ -73,12 +77,12 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
     that are not equal on all ranks, of which the lowest rank's is kept.
     """
     problems: list[str] = []
-    held: dict[str, list[tuple[tuple[int, ...], TensorRow]]] = {}
+    held: dict[str, list[Holder]] = {}
     for ranks, table in tables:
         for row in table.tensors:
             held.setdefault(row.key, []).append((ranks, row))
     rows, layouts = [], {}
-    merger = _Merger()
+    merger = LayoutMerger()
     for key, holders in held.items():
         problem = (len(holders) > 1 and _contradiction(key, holders)) or ""
         if not problem:
@@ -100,19 +104,15 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
     return Merged(tuple(rows), layouts, tree, values, per_rank, tuple(problems), differing)
 
 
-def merge_layouts(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
-    """The layout of one tensor on all ranks. Raises ValueError where boxes overlap, are missing, or a rank is absent."""
-    return _Merger().merge(holders)
-
-
-class _Merger:
+class LayoutMerger:
     """Merges layouts. Tensors that are cut alike on the same ranks are looked at once: models have many of them."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[object, ...], Whole | Grid | None] = {}
         self._fits: set[tuple[Grid, Shape]] = set()
 
-    def merge(self, holders: list[tuple[tuple[int, ...], TensorRow]]) -> Layout:
+    def merge(self, holders: list[Holder]) -> Layout:
+        """The layout of a tensor on all ranks. Raises ValueError for overlapping or missing boxes and absent ranks."""
         shape = holders[0][1].shape
         # Tables of one merge hold the same tuples of ranks, so their identity stands for them.
         alike = tuple([(id(ranks), row.layout) for ranks, row in holders])
@@ -127,7 +127,7 @@ class _Merger:
         return found
 
 
-def _by_rule(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Whole | Grid | None:
+def _by_rule(holders: list[Holder]) -> Whole | Grid | None:
     """The one whole or grid layout that the holders form, or None if they form none."""
     ranks = sorted(rank for group, _ in holders for rank in group)
     distinct = list(dict.fromkeys(row.layout for _, row in holders))
@@ -145,7 +145,7 @@ def _by_rule(holders: list[tuple[tuple[int, ...], TensorRow]]) -> Whole | Grid |
     return merged
 
 
-def _by_list(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -> Boxes:
+def _by_list(holders: list[Holder], shape: Shape) -> Boxes:
     """An explicit list of all boxes and holders."""
     boxes = Boxes(tuple(_spell_out(holders, shape)))
     boxes.check(shape)
@@ -156,7 +156,7 @@ def _by_list(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -> 
     return boxes
 
 
-def _spell_out(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -> Iterable[Held]:
+def _spell_out(holders: list[Holder], shape: Shape) -> Iterable[Held]:
     """Every distinct box with all ranks that hold it; the order of turns starts at another rank for each box."""
     found: dict[Box, set[int]] = {}
     for ranks, row in holders:
@@ -172,7 +172,7 @@ def _spell_out(holders: list[tuple[tuple[int, ...], TensorRow]], shape: Shape) -
         yield Held(box, pack_ranks(order[turn:] + order[:turn]))
 
 
-def _contradiction(key: str, holders: list[tuple[tuple[int, ...], TensorRow]]) -> str | None:
+def _contradiction(key: str, holders: list[Holder]) -> str | None:
     first = holders[0][1]
     if all((r.dtype, r.shape, r.kind) == (first.dtype, first.shape, first.kind) for _, r in holders[1:]):
         return None

@@ -1,7 +1,7 @@
 """Trees: a nested state as a flat list of nodes and a dict of leaves, and back. Pure.
 
 The nodes stand in preorder, each with its depth, so the list needs no recursion to read and keeps the order of keys.
-A leaf's key is its path joined by dots; where two paths of one state would spell the same key, both are spelled exactly.
+A leaf's key is its path joined by dots. Where two paths of one state would give the same key, both are written exactly.
 """
 
 from collections import Counter, OrderedDict, defaultdict, namedtuple
@@ -29,7 +29,7 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One container or leaf. `name` is its encoded key in its parent; `kind` a container or leaf kind; `key` a leaf's key."""
+    """One container or leaf. `name`: its encoded key in its parent; `kind`: of container or leaf; `key`: of a leaf."""
 
     depth: int
     name: Any
@@ -51,7 +51,7 @@ class Flat:
 class Rules:
     """What the caller knows and the tree does not.
 
-    `leaf` tells what kind of leaf an object is, or None for a container; `encode` spells a dict's key for the
+    `leaf` gives the kind of leaf that an object is, or None for a container; `encode` encodes a dict's key for the
     manifest; `open` gives the tree that stands for an object (a module's state dict), or None.
     """
 
@@ -105,7 +105,7 @@ def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) 
 
 
 def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
-    """How the manifest spells a child's name: encoded for a dict, as it is for a namedtuple, not at all for the rest."""
+    """A child's name in the manifest: encoded for a dict, unchanged for a namedtuple, None for the rest."""
     if isinstance(container, Mapping):
         plain = type(key) is str and key.isascii()
         return key if plain else rules.encode(key, show_path(path))
@@ -155,7 +155,7 @@ _ESCAPES = str.maketrans({"\\": "\\\\", ".": "\\.", "<": "\\<"})
 
 
 def exact_path(path: Path) -> str:
-    """A path spelled so that no other path reads the same: dots inside a part are escaped, other types are named."""
+    """A path in a form that no other path has: dots inside a part are escaped, other types are named."""
     parts = []
     for part in path:
         if isinstance(part, str):
@@ -166,7 +166,7 @@ def exact_path(path: Path) -> str:
 
 
 def _keys(paths: list[Path]) -> list[str]:
-    """A key for each path, all different: plain where that is clear, else spelled exactly."""
+    """A key for each path, all different: plain where that is unambiguous, else exact."""
     plain = [show_path(path) for path in paths]
     counts = Counter(plain)
     keys = [text if counts[text] == 1 else exact_path(path) for path, text in zip(paths, plain, strict=True)]
@@ -257,7 +257,7 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
     }
     result = empty[kind]()
     for key, child in zip(_names(branch, decode), branch.children, strict=True):
-        result[key] = None  # in order, whatever comes of the rest
+        result[key] = None  # keeps the order, even if the rest fails
         result[key] = build(child, decode, leaf, (*path, key))
     return result
 
@@ -294,9 +294,9 @@ def check_kinds(nodes: Iterable[Node]) -> None:
 
 
 def restore(value: Any, replace: Callable[[Any, Path], Any], path: Path = ()) -> Any:
-    """Put new leaves into an existing state: dicts and lists in place, tuples anew. Gives the state back.
+    """Put new leaves into an existing state: dicts and lists in place, tuples as new objects. Returns the state.
 
-    `replace` is asked for every object what should stand there; NotImplemented means: go into it.
+    `replace` is called with every object and gives its replacement, or NotImplemented to look into the object.
     """
     finished = replace(value, path)
     if finished is not NotImplemented:
@@ -315,7 +315,7 @@ def restore(value: Any, replace: Callable[[Any, Path], Any], path: Path = ()) ->
 
 
 def merge(trees: list[tuple[Node, ...]]) -> tuple[Node, ...]:
-    """The union of several ranks' trees, in order of first appearance. Raises ValueError, naming the path, where they clash."""
+    """The union of several ranks' trees, in order of first appearance. Raises ValueError with the path of a clash."""
     if all(tree == trees[0] for tree in trees[1:]):
         return trees[0]
     root = _merge([grow(tree) for tree in trees], ())

@@ -11,15 +11,15 @@ _was_enabled = False
 
 
 class CollectionPaused(ContextDecorator):
-    """Between entry and exit (or in the function that it decorates), in any thread, the cyclic collector does not run on its own.
+    """Pauses the automatic cyclic collector of the process, inside a `with` block or a decorated function.
 
     A plan of tens of thousands of tensors makes hundreds of thousands of objects, none of them in a cycle. Each time
-    that enough are new, the collector would walk through all objects of the process, torch's included, and find nothing:
-    that took half of the time. A process that has turned the collector off is left as it is.
+    enough objects are new, the collector would walk through all objects of the process, torch's included, and find
+    nothing: that took half of the time. A collector that the program turned off stays off.
     """
 
     def __enter__(self) -> None:
-        global _pauses, _was_enabled  # noqa: PLW0603  # so is the collector
+        global _pauses, _was_enabled  # noqa: PLW0603  # the collector is global too
         with _lock:
             if _pauses == 0:
                 _was_enabled = gc.isenabled()

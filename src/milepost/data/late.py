@@ -1,4 +1,4 @@
-"""Data that is fetched when its block is written: what a planner makes, and what other checkpoint files hold."""
+"""Data that is fetched when its block is written: tensors that a planner makes, and boxes of other checkpoints."""
 
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
@@ -6,13 +6,13 @@ from typing import NamedTuple, Protocol
 import torch
 
 from milepost.core.box import Box, boxes_of_run
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.data.memory import Block, copy_run
 from milepost.state.tensors import torch_dtype
 
 
 class LateTensor:
-    """A tensor that is made when it is needed, and not kept: what a planner gives for an item, or a part of that."""
+    """A tensor that is made when it is needed, and not kept: a planner's data for an item, or a part of it."""
 
     def __init__(self, make: Callable[[], torch.Tensor]) -> None:
         self._make = make
@@ -21,7 +21,7 @@ class LateTensor:
         return LateTensor(lambda: self.get()[inside])
 
     def get(self) -> torch.Tensor:
-        """The tensor, made anew."""
+        """Make the tensor."""
         return self._make()
 
 
@@ -51,7 +51,7 @@ class LateBox(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """How many bytes it holds."""
-        return self.box.elements * DTYPES[self.dtype].size_bytes
+        return size_bytes(self.dtype, self.box.shape)
 
     def wanted(self, low: int, high: int, block: Block, at: int) -> list[Wanted]:
         """The boxes that its bytes low..high form, with the part of the block, from `at` on, that each goes to."""

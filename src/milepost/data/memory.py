@@ -11,7 +11,7 @@ from milepost.data.transfer import new_pages
 
 _SMALL = 128 * KIB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# One that keeps the interpreter's lock: for small copies, handing it on costs more than the copy.
+# This one keeps the interpreter's lock: for small copies, releasing it costs more than the copy.
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.pythonapi)
 )
@@ -26,7 +26,7 @@ def copy_bytes(to: int, source: int, count: int) -> None:
 
 
 def address_of(data: torch.Tensor) -> int:
-    """Where the bytes of a tensor lie in row-major order; 0 where they do not (on a device, strided, conjugated, empty)."""
+    """The address of a tensor's bytes, in row-major order; 0 for one on a device, strided, conjugated or empty."""
     if data.is_cpu and data.is_contiguous() and not data.is_conj() and not data.is_neg():
         return int(data.data_ptr())
     return 0
@@ -59,7 +59,7 @@ class Block:
         self._typed: dict[torch.dtype, torch.Tensor] = {}
 
     def as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        """All of it as a flat tensor."""
+        """The whole block as a flat tensor."""
         if dtype not in self._typed:
             whole = self.data.numel() // dtype.itemsize * dtype.itemsize
             self._typed[dtype] = self.data[:whole].view(dtype)

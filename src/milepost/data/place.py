@@ -1,9 +1,9 @@
 """The last step of a load: verified bytes go into tensors.
 
 The blocks of a file that are needed form runs; runs are cut into jobs, and workers take them one by one. A job reads
-its range in one request, straight into the memory of the tensors where they lie there as in the file, and elsewhere
-into the worker's own block; checks it while it is warm; and copies what is in the block to where it belongs. No block
-is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
+its range in one request, straight into the memory of the tensors where the bytes lie there as in the file, and else
+into the worker's own block; checks it while it is in the processor's cache; and copies from the block to the targets.
+No block is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
 """
 
 import os
@@ -31,13 +31,13 @@ from milepost.state.tensors import torch_dtype
 _IN_PLACE = 64 * KIB
 """Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
 _FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""So many threads read from the page cache: that is work of the CPUs, and what they do besides needs Python's lock."""
+"""How many threads read from the page cache. They keep a CPU busy, and the rest of the work needs Python's lock."""
 _GAP = 256 * KIB
-"""Where rows of a strided region are at most so far apart, what lies between is read too: that is faster than a request."""
+"""A gap of at most this size between rows of a strided region is read too: that is faster than another request."""
 
 
 _QUIET = Transfer(direct=False)
-"""For looking into a checkpoint: who looks once looks again, and then it should be in the page cache."""
+"""For looking into a checkpoint: its data should be in the page cache for the next look."""
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
@@ -96,7 +96,7 @@ def place_all(
 
 
 def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry) -> None:
-    """Read a whole entry, undo its transforms, and take what is wanted of it."""
+    """Read a whole entry, undo its transforms, and copy the wanted part of it."""
     item, file = placement.item, files.of(placement.item.rank)
     size = item.source.elements * DTYPES[placement.dtype].size_bytes
     what = f"{file.where}: {item.name[:200]!r}"
@@ -180,7 +180,7 @@ def _turned(placement: Placement, order: Shape) -> Placement:
 
 
 def _spans(piece: _Span) -> Iterator[tuple[int, int]]:
-    """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read over."""
+    """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read."""
     item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
     if piece.stop - piece.start <= max(piece.placement.size_bytes, _GAP):
         return iter([(piece.start, piece.stop)])
@@ -218,7 +218,7 @@ def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tup
 
 
 def _is_cold(job: _ReadJob) -> bool:
-    """Whether a job should be read past the page cache: what other ranks of this machine read too had better be in it."""
+    """Whether to read a job past the page cache. Data that other ranks of this machine also read goes through it."""
     alone = all(piece.alone for piece in job.pieces)
     return alone and job.file.reader.is_cold(job.file.header.header_bytes + job.start, job.stop - job.start)
 
@@ -243,7 +243,7 @@ class _Placer:
         self._meter.add(count)
 
     def _scatter(self, job: _ReadJob) -> tuple[list[memoryview], list[_Span], int]:
-        """Where each byte of a job goes, in order; what must then be copied from the block; how much is in place."""
+        """Where each byte of a job goes, in order; what must then be copied from the block; how much needs no copy."""
         views: list[memoryview] = []
         left: list[_Span] = []
         at, base, placed = job.start, job.start, 0
@@ -262,7 +262,7 @@ class _Placer:
         return [view for view in views if len(view)], left, placed
 
     def _copy(self, pieces: list[_Span], job: _ReadJob) -> int:
-        """Copy what a job read of some pieces from the block to their targets, and say how much that is."""
+        """Copy what a job read of some pieces from the block to their targets. Gives the number of bytes."""
         count, block, (_, first, last, _) = 0, self._block, job
         for start, stop, address, origin, _, _, region in pieces:
             low, high = max(first, start), min(last, stop)
@@ -290,7 +290,7 @@ class _Region:
         self._read_as = self._target.dtype if same else self._dtype
 
     def fill(self, block: Block, at: int, start: int, stop: int) -> int:
-        """Copy what bytes start..stop of the entry, which lie at `at` in the block, hold of the region; say how much."""
+        """Copy the region's part of bytes start..stop of the entry, which lie at `at` in the block. Gives its size."""
         count = 0
         first = start // self._size
         source = block.as_type(self._read_as)

@@ -4,6 +4,7 @@ Header and table of checksums are checked against the manifest when a file is op
 against the table, where it was read to.
 """
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -25,7 +26,7 @@ from milepost.store import Reader, Store
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
 _WARM_BYTES = 1024 * KIB
-"""So much is read and then checked: it is still in the processor's cache then."""
+"""How much is read before it is checked: it is still in the processor's cache then."""
 MAX_OPEN = 64
 """How many files stay open at once: a checkpoint of a large job has more than a process may open."""
 
@@ -58,7 +59,7 @@ class VerifiedFile:
             reader = store.reader(self.name)
         except FileNotFoundError:
             raise CheckpointDamaged(
-                f"{self.where} is missing. If this checkpoint was removed or replaced by a newer save meanwhile, open one anew."
+                f"{self.where} is missing. If a newer save replaced this checkpoint, or it was removed, open one again."
             ) from None
         if reader.size_bytes != record.size_bytes:
             reader.close()
@@ -69,12 +70,12 @@ class VerifiedFile:
 
     def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
         """Header and table of checksums, checked against the manifest."""
-        head = self._read(0, record.header_bytes)
+        head = read_bytes(self.reader, 0, record.header_bytes)
         data_bytes = _data_bytes(record.size_bytes - record.header_bytes, self.block_bytes)
         table_bytes = record.size_bytes - record.header_bytes - data_bytes
         if table_bytes > MAX_TABLE_BYTES:
             raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
-        table = self._read(record.header_bytes + data_bytes, table_bytes)
+        table = read_bytes(self.reader, record.header_bytes + data_bytes, table_bytes)
         if seal_of(head, table) != record.checksum:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
@@ -85,11 +86,6 @@ class VerifiedFile:
         if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
         return header, np.frombuffer(table, dtype="<u8")
-
-    def _read(self, offset: int, length: int) -> bytes:
-        buffer = bytearray(length)
-        self.reader.read(offset, [memoryview(buffer)])
-        return bytes(buffer)
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
@@ -103,19 +99,19 @@ class VerifiedFile:
         return found
 
     def packed(self, item: PlannedRead) -> bytes:
-        """The verified bytes of an entry that was stored through transforms. Raises CheckpointDamaged where it is none."""
+        """The verified bytes of an entry that was stored through transforms. Raises CheckpointDamaged for others."""
         found = self.header.entries.get(item.name)
         if found is None or found.dtype != "U8" or len(found.shape) != 1:
             raise CheckpointDamaged(f"{self.where} does not hold {item.name[:200]!r} as transformed bytes")
         return self.data(*found.data_offsets)
 
     def order(self, item: PlannedRead) -> Shape | None:
-        """The dimensions from the outermost to the innermost in the file; None where that is their own order, as here."""
+        """The dimensions from the outermost to the innermost in the file; None for row-major order, as here."""
         del item
         return None
 
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
-        """Fill the views with data from `start`, where a block begins, on. Raises CheckpointDamaged, naming entries."""
+        """Fill the views with the data from `start`, where a block starts. Raises CheckpointDamaged, naming entries."""
         if not verify:
             self.reader.read(self.header.header_bytes + start, views)
             return
@@ -125,7 +121,7 @@ class VerifiedFile:
             start += sum(map(len, part))
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
-        """Check data that was read from `start`, where a block begins, on. Raises CheckpointDamaged, naming entries."""
+        """Check the data that was read from `start`, where a block starts. Raises CheckpointDamaged, naming entries."""
         damaged = next(self._damaged(start, views), None)
         if damaged is not None:
             raise CheckpointDamaged(self._explain(damaged))
@@ -165,27 +161,50 @@ class VerifiedFile:
     def check_all(self, transfer: Transfer, meter: Meter) -> list[Damage]:
         """Read everything; one `Damage` for each block that is not what was saved."""
         found: dict[int, Damage] = {}
+
+        def look(start: int, block: memoryview) -> None:
+            for i in self._damaged(start, [block]):
+                found[i] = Damage(self.name, f"block {i}: {self._explain(i)}", tuple(self.entries_in(i)))
+
+        self._read_through(look, transfer, meter)
+        return [found[i] for i in sorted(found)]
+
+    def _read_through(self, look: Callable[[int, memoryview], None], transfer: Transfer, meter: Meter) -> None:
+        """Read all data, block by block and unverified, and call `look` with each, from several threads."""
+        total = self.header.data_bytes
         size = -(-transfer.block_bytes // self.block_bytes) * self.block_bytes
 
         def make_worker() -> Callable[[int], None]:
             memory = memoryview(new_pages(size))
 
-            def check(start: int) -> None:
-                block = memory[: min(size, self.header.data_bytes - start)]
+            def read(start: int) -> None:
+                block = memory[: min(size, total - start)]
                 self.read(start, [block], verify=False)
-                for i in self._damaged(start, [block]):
-                    found[i] = Damage(self.name, f"block {i}: {self._explain(i)}", tuple(self.entries_in(i)))
+                look(start, block)
                 meter.add(len(block))
 
-            return check
+            return read
 
-        total = self.header.data_bytes
         run_all(iter(range(0, total, size)), make_worker, transfer.threads_for(total, 1, size), meter)
-        return [found[i] for i in sorted(found)]
 
     def close(self) -> None:
         """Close the file."""
         self.reader.close()
+
+
+def read_bytes(reader: Reader, start: int, count: int) -> bytes:
+    """Bytes start..start+count of an open file."""
+    buffer = bytearray(count)
+    reader.read(start, [memoryview(buffer)])
+    return bytes(buffer)
+
+
+def read_small(reader: Reader, where: str, max_bytes: int) -> bytes:
+    """All bytes of an open file, which is then closed. Raises UnsafeCheckpoint for more than `max_bytes`."""
+    with contextlib.closing(reader):
+        if reader.size_bytes > max_bytes:
+            raise UnsafeCheckpoint(f"{where} has {reader.size_bytes} bytes, over {max_bytes}")
+        return read_bytes(reader, 0, reader.size_bytes)
 
 
 def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
@@ -205,7 +224,7 @@ def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
 
 
 def _data_bytes(rest_bytes: int, block: int) -> int:
-    """How much of what follows the header is data: each block of it has eight bytes in the table behind it."""
+    """How many of the bytes after the header are data: each block has eight bytes in the table after the data."""
     blocks = -(-rest_bytes // (block + 8))
     return rest_bytes - 8 * blocks
 
@@ -234,7 +253,7 @@ class Files:
             if rank not in self._records:
                 raise CheckpointDamaged(f"{self._store.url}: the manifest names data of rank {rank}, but no file of it")
             while len(self._open) >= MAX_OPEN:
-                # Forgotten, not closed: a worker may still read from it, and it closes when the last one lets go.
+                # Dropped, not closed: a worker may still read from it. It closes with the last reference.
                 self._open.pop(next(iter(self._open)))
             self._open[rank] = self.make(rank)
         return self._open[rank]

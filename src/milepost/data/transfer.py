@@ -1,4 +1,4 @@
-"""How bytes move: how many workers, with how much memory each, and how far they are."""
+"""How bytes move: the number of workers, the memory of each, and their progress."""
 
 import contextlib
 import logging
@@ -19,7 +19,7 @@ MAX_THREADS = 256
 _PIECE_BYTES = 32 * KIB
 _THROUGH_THE_CACHE = 2
 """How many threads write to the page cache at once: a file has one lock there, and more threads only spin on it."""
-_TELL_EVERY_S = 0.1
+_REPORT_EVERY_S = 0.1
 _log = logging.getLogger("milepost")
 
 
@@ -27,11 +27,11 @@ _log = logging.getLogger("milepost")
 class Transfer:
     """How a rank moves bytes between memory and store. The defaults were measured; most jobs need no others.
 
-    `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one. Where the
-    page cache stands between memory and device, fewer take part: its locks, and Python's, let no more through.
+    `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one. Fewer are
+    used through the page cache, where its locks and Python's are the limit.
     `block_bytes`: how much one request moves. The memory in use is the product of both.
-    `direct`: go past the operating system's page cache where the store can do that and it is faster. Without it, what
-    was just written or read is in the cache for the next reader.
+    `direct`: bypass the operating system's page cache where the store can do that and it is faster. Without it, the
+    data is in the cache for the next reader.
     """
 
     threads: int = 4
@@ -45,10 +45,10 @@ class Transfer:
             raise InvalidRequest(f"block_bytes is a multiple of {BLOCK_BYTES}, not {self.block_bytes}")
 
     def threads_for(self, total_bytes: int, pieces: int, block_bytes: int) -> int:
-        """How many threads to use for so many bytes in so many pieces, with blocks of this size.
+        """How many threads to use for this many bytes and pieces, with blocks of this size.
 
-        Fewer where blocks are larger than asked for, to keep to the memory; and where pieces are small: then the time
-        goes into Python, in which only one thread runs, and others make it wait.
+        Fewer where blocks are larger than `self.block_bytes`, to keep within the memory. Fewer also where pieces are
+        small: then the time goes into Python, which runs one thread at a time.
         """
         by_memory = self.threads * self.block_bytes // block_bytes
         by_pieces = total_bytes // (_PIECE_BYTES * max(pieces, 1))
@@ -63,7 +63,7 @@ class Transfer:
         """The same, with fewer threads or smaller blocks if it would use more memory than this."""
         if host_memory_bytes < BLOCK_BYTES:
             raise InvalidRequest(
-                f"host_memory_bytes is {host_memory_bytes}, and nothing moves with less than {BLOCK_BYTES // KIB} KiB"
+                f"host_memory_bytes is {host_memory_bytes}, and a transfer needs at least {BLOCK_BYTES // KIB} KiB"
             )
         block = min(self.block_bytes, host_memory_bytes // BLOCK_BYTES * BLOCK_BYTES)
         return Transfer(min(self.threads, host_memory_bytes // block), block, self.direct)
@@ -92,7 +92,7 @@ class Progress:
 
     @property
     def finished(self) -> bool:
-        """Whether all bytes were moved. This is told last, once, unless something failed."""
+        """Whether all bytes were moved. The last report has this, unless something failed."""
         return self.done_bytes >= self.total_bytes
 
 
@@ -100,7 +100,7 @@ Watcher = Callable[[Progress], None]
 
 
 class Meter:
-    """Counts bytes, from several threads, and tells a watcher about it, from the thread that called save or load."""
+    """Counts bytes from several threads, and reports to a watcher in the thread that called save or load."""
 
     def __init__(
         self,
@@ -113,59 +113,59 @@ class Meter:
         self._cancelled = cancelled
         self._lock = threading.Lock()
         self._done = self._total = 0
-        self._start = self._told = time.monotonic()
+        self._start = self._reported = time.monotonic()
 
     def expect(self, total_bytes: int) -> None:
-        """Say how much there is to do, before it starts, or starts again."""
+        """Set the total before the work starts, or starts again."""
         self._done, self._total, self._start = 0, total_bytes, time.monotonic()
 
     def add(self, count: int) -> None:
-        """Count bytes that were moved. Raises SaveCancelled if no more should be."""
+        """Count bytes that were moved. Raises SaveCancelled if the save was cancelled."""
         with self._lock:
             self._done += count
         self.check()
 
     def check(self) -> None:
-        """Raises SaveCancelled if somebody asked for that."""
+        """Raises SaveCancelled if the save was cancelled."""
         check_cancelled(self._cancelled)
 
-    def tell(self) -> None:
-        """Tell the watcher, if the last time is long enough ago."""
-        if self._watcher is not None and self._total and time.monotonic() - self._told >= _TELL_EVERY_S:
-            self._tell(min(self._done, self._total - 1))
+    def report(self) -> None:
+        """Report to the watcher, if the last report is old enough."""
+        if self._watcher is not None and self._total and time.monotonic() - self._reported >= _REPORT_EVERY_S:
+            self._report(min(self._done, self._total - 1))
 
     def finish(self) -> None:
-        """Tell the watcher that it is done: on all ranks, and committed."""
+        """Report the end to the watcher: all ranks are done, and the result is committed."""
         if self._watcher is not None:
-            self._tell(self._total)
+            self._report(self._total)
 
-    def _tell(self, done: int) -> None:
-        self._told = time.monotonic()
-        progress = Progress(self._action, self._url, done, self._total, self._told - self._start)
+    def _report(self, done: int) -> None:
+        self._reported = time.monotonic()
+        progress = Progress(self._action, self._url, done, self._total, self._reported - self._start)
         try:
             assert self._watcher is not None
             self._watcher(progress)
         except Exception:  # noqa: BLE001
-            # A picture of the work must not be able to stop the work.
+            # A progress display must not be able to stop the work.
             _log.warning("the progress callback failed and is not called again", exc_info=True)
             self._watcher = None
 
 
 def check_cancelled(cancelled: threading.Event | None) -> None:
-    """Raises SaveCancelled if somebody asked for that."""
+    """Raises SaveCancelled if this event is set."""
     if cancelled is not None and cancelled.is_set():
         raise SaveCancelled("the save was cancelled; nothing of it remains")
 
 
 def new_pages(size_bytes: int) -> mmap.mmap:
-    """New memory in huge pages, if the system has them: direct I/O takes hold of each page that it touches.
+    """New memory in huge pages, if the system has them: direct I/O pins each page that it touches.
 
-    Raises MemoryError where there is not so much.
+    Raises MemoryError where the system has too little.
     """
     try:
-        # Private: what is shared would be pages of a file in memory, which are never huge.
+        # Private: shared memory would be pages of a file in memory, which are never huge.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # which would read as if the disk had said it
+    except OSError as error:  # which would look like an error of the disk
         raise MemoryError(
             f"there are no {size_bytes:,} bytes of host memory to move data through ({error.strerror}); "
             "`host_memory_bytes` makes do with less"
@@ -178,7 +178,7 @@ def new_pages(size_bytes: int) -> mmap.mmap:
 def run_all(
     jobs: Iterator[J], make_worker: Callable[[], Callable[[J], None]], threads: int, meter: Meter | None = None
 ) -> None:
-    """Do all jobs with `threads` workers, of which this thread is one. Each worker is made in its own thread.
+    """Do all jobs with `threads` workers; this thread is one of them. Each worker is made in its own thread.
 
     The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
     """
@@ -190,23 +190,23 @@ def run_all(
             while (job := queue.take()) is not None:
                 worker(job[0])
                 watch()
-        except BaseException as error:  # noqa: BLE001  # whatever it is, it is raised where the caller waits
+        except BaseException as error:  # noqa: BLE001  # raised where the caller waits
             queue.stop(error)
 
     others = [
         threading.Thread(target=work, args=(_no_watch,), name="milepost", daemon=True) for _ in range(threads - 1)
     ]
     try:
-        # No more threads may be had (a limit, or the interpreter is about to end): then fewer do all the work.
+        # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
         with contextlib.suppress(RuntimeError):
             for other in others:
                 other.start()
         others = [other for other in others if other.ident is not None]
-        work(meter.tell if meter is not None else _no_watch)
+        work(meter.report if meter is not None else _no_watch)
         while meter is not None and any(other.is_alive() for other in others):
-            others[-1].join(_TELL_EVERY_S)
+            others[-1].join(_REPORT_EVERY_S)
             others = [other for other in others if other.is_alive()]
-            meter.tell()
+            meter.report()
     finally:
         queue.stop(None)
         _join_all([other for other in others if other.ident is not None])
@@ -215,7 +215,7 @@ def run_all(
 
 
 def _join_all(threads: list[threading.Thread]) -> None:
-    """Wait for all of them, whoever interrupts: what they write to is closed next, and its number given to another file."""
+    """Wait for all threads, even if interrupted: their file is closed next, and a new file may get its number."""
     interrupted: KeyboardInterrupt | None = None
     while any(thread.is_alive() for thread in threads):
         try:
@@ -232,7 +232,7 @@ def _no_watch() -> None:
 
 
 class _JobQueue(Generic[J]):
-    """Hands out jobs one at a time, until there are no more or something failed."""
+    """Hands out jobs one at a time, until all are done or one failed."""
 
     def __init__(self, jobs: Iterator[J]) -> None:
         self._jobs = jobs

@@ -1,6 +1,6 @@
-"""Stream transforms: what is done to the bytes of each tensor before they are stored, and undone when they are read.
+"""Stream transforms: applied to the bytes of each tensor before they are stored, and undone when they are read.
 
-A transform is named in the manifest, by a descriptor such as `stream.zstd/1`, and found again by that name in a registry.
+The manifest names a transform by a descriptor such as `stream.zstd/1`; a reader finds it in a registry by that name.
 """
 
 import abc
@@ -15,12 +15,12 @@ _AT_ONCE_BYTES = 1 << 20
 
 
 class Extension(abc.ABC):
-    """Something that changes what is stored, with a name by which readers find it."""
+    """Changes how data is stored. Readers find it by its name."""
 
     @staticmethod
     @abc.abstractmethod
     def registry_name() -> str:
-        """The name, without version: `stream.zstd`, or with a domain of your own: `rot13@example.org`."""
+        """The name, without version: `stream.zstd`, or with your own domain: `rot13@example.org`."""
 
     @staticmethod
     @abc.abstractmethod
@@ -29,7 +29,7 @@ class Extension(abc.ABC):
 
     @abc.abstractmethod
     def get_descriptor(self) -> str:
-        """What is recorded: `name/version`."""
+        """The text in the manifest: `name/version`."""
 
 
 class StreamTransformExtension(Extension):
@@ -98,7 +98,7 @@ class ExtensionRegistry:
         self.extensions[cls.registry_name()] = cls
 
     def from_descriptor_list(self, descriptors: Sequence[str]) -> Sequence[Extension]:
-        """The extensions that wrote with these descriptors, in order. Raises ValueError for a name that is not known."""
+        """The extensions that wrote with these descriptors, in order. Raises ValueError for an unknown name."""
         found = []
         for descriptor in descriptors:
             name, _, version = descriptor.partition("/")
@@ -113,7 +113,7 @@ REGISTRY = ExtensionRegistry()
 
 
 def register_extension(cls: type[Extension]) -> None:
-    """Make a stream transform of yours known to every later load of this process."""
+    """Register a stream transform for every later load of this process."""
     REGISTRY.register(cls)
 
 

@@ -1,8 +1,9 @@
 """Writing: one rank's plan becomes one shard file, in one pass, checksummed on the way.
 
-The file is cut into blocks of equal size. Each worker takes the next block, brings its bytes together (in aligned
-memory of its own, where the store wants that, or by reference), computes the checksums while they are warm, and writes
-it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
+The file is cut into blocks of equal size. Each worker takes the next block, gathers its bytes (in its own aligned
+memory where the store wants that, else by reference), computes the checksums while the bytes are in the processor's
+cache, and writes them. So copying, checksumming and writing of different blocks overlap, and memory is bounded by the
+blocks that the workers own.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _BY_REFERENCE = 64 * KIB
 
 
 class EntryToWrite(msgspec.Struct, frozen=True, gc=False):
-    """An entry to write, with the memory that holds it, or what makes it. `live`: somebody waits to change that memory."""
+    """An entry to write, with its data or the source of it. `live`: the caller waits to change that memory."""
 
     header: NewEntry
     data: EntryData
@@ -70,12 +71,12 @@ def write_shard(
 ) -> Written:
     """Write one shard file and make it durable. On any error nothing of it remains.
 
-    Entries that are live are written first, and `released` is called once, from any thread, when they are not needed any more.
+    Live entries are written first. `released` is called once, from any thread, when they are no longer needed.
     """
     if not entries:
         released()
         return Written(None, 0)
-    # Wide elements first: then each entry is aligned to its element size without padding, which the format has not.
+    # Wide elements first: then each entry is aligned to its element size without padding, which the format lacks.
     entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
     try:
@@ -104,7 +105,7 @@ def _write_blocks(
     free: deque[Block] = deque()
 
     def gather(start: int) -> _Gathered:
-        block = free.pop()  # each worker brings one along, and gives it back before it takes the next job
+        block = free.pop()  # each worker adds one, and returns it before it takes the next job
         stop = min(start + size, total)
         return _Gathered(start, stop, source.bytes_in(start, stop, block, by_reference=not writer.aligned), block)
 
@@ -124,15 +125,15 @@ def _write_blocks(
         return write
 
     threads = transfer.threads_to_write(total, source.pieces, cached=not writer.aligned)
-    # What is made late is made by a planner, which may use the same memory for each item: so these are copied one after
-    # the other, in order (jobs are taken one at a time), and only checksummed and written side by side.
+    # A planner makes late tensors, and may use the same memory for each. So they are copied one after the other, in
+    # order (jobs are taken one at a time); only checksums and writes run side by side.
     jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
     run_all(jobs, make_worker, threads, meter)
     return sums.tobytes()
 
 
 class _Countdown:
-    """Calls back, once, when all of these were counted."""
+    """Calls back, once, when all of `awaited` were counted."""
 
     def __init__(self, awaited: set[int], then: Callable[[], None]) -> None:
         self._awaited, self._then = awaited, then
@@ -160,7 +161,7 @@ class _Gathered(msgspec.Struct, frozen=True):
 
 
 class _Made:
-    """A late tensor, made once for all the blocks that it lies in, and let go with the last of them."""
+    """A late tensor, made once for all the blocks that it lies in, and dropped after the last of them."""
 
     def __init__(self, late: LateTensor, blocks: int) -> None:
         self._late, self._left = late, blocks
@@ -182,7 +183,7 @@ def _made_for(entry: EntryToWrite, header: Header, block_bytes: int) -> "torch.T
 
 
 def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
-    """For each entry, where the run of entries ends that lie in memory as they will lie in the file; from the last one back."""
+    """For each entry, the end of the run of entries that lie in memory as they will in the file."""
     ends = [*starts[1:], total]
     for i in range(len(starts) - 2, -1, -1):
         if addresses[i] and addresses[i + 1] - addresses[i] == starts[i + 1] - starts[i]:
@@ -204,11 +205,11 @@ class _EntryBytes:
         self._run_ends = _run_ends(self._starts, self._addresses, header.data_bytes)
         self._views: dict[int, memoryview] = {}
         here = [data for data in self._data if isinstance(data, torch.Tensor)]
-        # What comes late comes from where the job computes.
+        # Late tensors come from the device that the job computes on.
         self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
 
     def starts_of_blocks(self) -> tuple[list[int], set[int]]:
-        """Where blocks start, those that hold live entries first, and which these are."""
+        """Where blocks start, blocks with live entries first, and the set of those."""
         size = self._block_bytes
         live = {at * size for start, stop in self._live for at in range(start // size, -(-stop // size))}
         rest = [start for start in range(0, self.header.data_bytes, size) if start not in live]
@@ -219,10 +220,10 @@ class _EntryBytes:
         i = bisect_right(self._starts, start) - 1
         address = self._addresses[i] + start - self._starts[i] if self._addresses[i] else 0
         if self._run_ends[i] >= stop and address and (by_reference or address % PAGE_BYTES == 0):
-            # All of it lies together, in order: so do copies that were made for this. It is written from there.
+            # All of it lies together, in order, as staged copies do. It is written from there.
             return [memoryview((ctypes.c_char * (stop - start)).from_address(address)).cast("B")]
         views, fill = list[memoryview](), BlockFill(block)
-        at = gathered = start  # what lies between was put into the block and is not in `views` yet
+        at = gathered = start  # bytes gathered..at are in the block and not in `views` yet
         while at < stop:
             low = at - self._starts[i]
             high = min(stop - self._starts[i], self._size(i))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-from milepost.core.limits import MAX_DEPTH
+from milepost.core.leaves import LeafRule
 from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
 from milepost.state.tensors import is_tensor
@@ -58,27 +58,13 @@ def is_stateful(value: Any) -> bool:
     return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
 
 
-def leaf_kind(value: Any) -> Leaf | None:
-    """What kind of leaf this is, or None for a container. Lists and tuples without tensors are one value."""
+def _special(value: Any) -> Leaf | None:
     if is_tensor(value):
         return "tensor"
-    if isinstance(value, PerRank):
-        return "per_rank"
-    if isinstance(value, Mapping) or is_stateful(value):
-        return None
-    if isinstance(value, (list, tuple)):
-        return None if _holds_tensor(value, 0) else "value"
-    return "value"
+    return "per_rank" if isinstance(value, PerRank) else None
 
 
-def _holds_tensor(value: Any, depth: int) -> bool:
-    if depth > MAX_DEPTH:
-        raise TooDeep(f"a list is nested more than {MAX_DEPTH} levels deep; does it contain itself?")
-    if is_tensor(value) or isinstance(value, PerRank) or is_stateful(value):
-        return True
-    if isinstance(value, Mapping):
-        return any(_holds_tensor(item, depth + 1) for item in value.values())
-    return isinstance(value, (list, tuple)) and any(_holds_tensor(item, depth + 1) for item in value)
+_LEAVES = LeafRule(_special, is_stateful)
 
 
 def state_dict_of(value: Any, path: Path) -> Any:
@@ -94,7 +80,7 @@ def take_apart(
 
     Raises InvalidState for what cannot be part of a state.
     """
-    if leaf_kind(state) is not None:
+    if _LEAVES.kind(state) is not None:
         raise InvalidState(
             f"a state is a dict, a stateful object, or a list of tensors; put this {type(state).__name__} in a dict"
         )
@@ -107,7 +93,7 @@ def take_apart(
         return opened[path]
 
     try:
-        return flatten(state, Rules(leaf_kind, codec.encode, open_stateful)), opened
+        return flatten(state, Rules(_LEAVES.kind, codec.encode, open_stateful)), opened
     except TooDeep as error:
         raise InvalidState(str(error)) from None
     except UnknownContainer as error:

@@ -1,6 +1,5 @@
 """Tensors of every kind as layouts and local parts: plain, DTensor, ShardedTensor, numpy, long bytes, `Sharded`."""
 
-import math
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, TypeGuard
 
@@ -16,7 +15,7 @@ from torch.utils import _python_dispatch
 
 from milepost.comm import Comm
 from milepost.core.box import Box, Shape
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
 from milepost.core.limits import MAX_DIMS
 from milepost.core.manifest import TensorKind
@@ -405,11 +404,6 @@ def _raw(data: torch.Tensor) -> memoryview:
     flat = data.as_strided((data.numel(),), (1,))
     array: Any = flat.view(torch.uint8).to("cpu").numpy()
     return memoryview(array)
-
-
-def size_bytes(dtype: str, shape: Shape) -> int:
-    """How many bytes a tensor takes."""
-    return math.prod(shape) * DTYPES[dtype].size_bytes
 
 
 def materialise(value: Any, dtype: str, shape: Shape, device: torch.device | str | None) -> Any:

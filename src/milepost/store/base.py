@@ -1,4 +1,4 @@
-"""The storage port: what a place must be able to do to hold a checkpoint. Names are relative, with `/` between parts."""
+"""The storage port: what a store must do to hold checkpoints. Names are relative, with `/` between parts."""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -7,7 +7,7 @@ from milepost.errors import UnsafeCheckpoint
 
 Buffer = bytes | bytearray | memoryview
 CLAIM = ".claim"
-"""Behind a name: someone was about to create it, on a store that cannot create whole objects exclusively."""
+"""Suffix of a claim: a writer is about to create the name, on a store that cannot create whole objects exclusively."""
 
 
 class Writer(Protocol):
@@ -15,10 +15,10 @@ class Writer(Protocol):
 
     @property
     def aligned(self) -> bool:
-        """Whether it pays to copy data into page-aligned memory first: it goes to the device from there, uncopied."""
+        """Whether data should be in page-aligned memory: it then goes to the device without another copy."""
 
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
-        """Write all of `views`, one behind the other, at `offset`. Raises StorageError when the store refuses."""
+        """Write all of `views`, one after the other, at `offset`. Raises StorageError when the store refuses."""
 
     def commit(self) -> None:
         """Return once the object is whole and survives power loss under its name."""
@@ -28,14 +28,14 @@ class Writer(Protocol):
 
 
 class Reader(Protocol):
-    """An object that is open for reading, from several threads at once. Closed by `close`, or when it is forgotten."""
+    """An object that is open for reading, from several threads at once. `close` closes it, or its last reference."""
 
     @property
     def size_bytes(self) -> int:
         """The size of the object."""
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of `views`, one behind the other, from `offset`. Raises StorageError where the object is shorter."""
+        """Fill all of `views`, one after the other, from `offset`. Raises StorageError where the object is shorter."""
 
     def is_cold(self, offset: int, length: int) -> bool:
         """Whether a range would come from the device, and `read_cold` would be the faster way to get it."""
@@ -44,7 +44,7 @@ class Reader(Protocol):
         """Like `read`, into page-aligned memory, from a page-aligned offset."""
 
     def close(self) -> None:
-        """Let go of the object."""
+        """Close the object."""
 
 
 @runtime_checkable
@@ -58,13 +58,13 @@ class Store(Protocol):
     def create(self, name: str, data: bytes) -> None:
         """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken.
 
-        When it raises anything else, the name may or may not exist, but that does not change any more.
+        After any other error the name may or may not exist, but that no longer changes.
         """
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
-        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room.
+        """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room.
 
-        `direct=False` asks not to go past the cache of the operating system.
+        `direct=False`: do not bypass the operating system's cache.
         """
 
     def reader(self, name: str) -> Reader:
@@ -76,7 +76,7 @@ class Store(Protocol):
     def delete(self, name: str, *, durable: bool = False) -> None:
         """Remove an object if it is there.
 
-        `durable`: return once a power loss cannot bring it back, also if somebody else has just removed it.
+        `durable`: return once a power loss cannot bring it back, even if another process has just removed it.
         """
 
 

@@ -1,4 +1,4 @@
-"""What Linux can do with files and Python's `os` does not offer. Where it is not there or is refused, nothing happens."""
+"""Linux file operations that Python's `os` lacks. Where one is missing or refused, nothing happens."""
 
 import ctypes
 import errno
@@ -37,7 +37,7 @@ _unmap = _function("munmap", ctypes.c_void_p, ctypes.c_size_t)
 
 
 def preallocate(handle: int, size_bytes: int) -> None:
-    """Reserve the blocks of a file. Raises OSError where there is no room; a file system that cannot do it is let be.
+    """Reserve the blocks of a file. Raises OSError where there is no room; ignored where the file system cannot do it.
 
     Not `posix_fallocate`, which writes zeros over the whole file where the file system has no such call.
     """
@@ -48,7 +48,7 @@ def preallocate(handle: int, size_bytes: int) -> None:
 
 
 def start_writeback(handle: int, offset: int, length: int) -> None:
-    """Ask for a range to be written out now, so that the sync at the end finds little left. Errors show in that sync."""
+    """Start to write a range to the device, so that the final sync has little left to do. That sync reports errors."""
     if _sync_range is not None:
         _sync_range(handle, offset, length, _WRITE_OUT)
 
@@ -64,7 +64,7 @@ def direct_handle(handle: int, access: int) -> int | None:
 
 
 def _does_direct(handle: int) -> bool:
-    """Whether the file system says so. Those that live in memory accept the flag, and copy all the same."""
+    """Whether the file system supports direct I/O. Those in memory accept the flag, but copy nevertheless."""
     words = (ctypes.c_long * 32)()  # struct statfs begins with the type of the file system
     if _fstatfs is not None and _fstatfs(handle, words) == 0 and words[0] in _IN_MEMORY:
         return False
@@ -84,7 +84,7 @@ def address_of(view: memoryview) -> int:
 
 
 class Residency:
-    """Which parts of an open file are in the page cache. Says "all" where the kernel does not tell."""
+    """Which parts of an open file are in the page cache. All of them, where the kernel gives no answer."""
 
     def __init__(self, handle: int, size_bytes: int) -> None:
         self._size = size_bytes
@@ -105,7 +105,7 @@ class Residency:
         return 2 * pages.raw.count(1) >= len(pages)
 
     def close(self) -> None:
-        """Let go of the mapping."""
+        """Release the mapping."""
         at, self._at = self._at, None
         if at is not None:
             _unmap(at, self._size)

@@ -31,11 +31,11 @@ _TRIES = 20
 
 
 class LocalStore:
-    """Bytes by name in a folder, which is made when something is first written, and goes if that comes to nothing."""
+    """Bytes by name in a folder. The first write makes the folder; if that write fails, the folder is removed."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))
-        # The root, and folders above it, that this store made. Forgotten once something was created in them: then they stay.
+        # The root, and folders above it, that this store made. Cleared when an object was created: then they stay.
         self._made: set[Path] = set()
 
     @property
@@ -57,7 +57,7 @@ class LocalStore:
                 with _explained("sync", path):
                     _sync_folders(path.parent, self.root)
             except StorageError as error:
-                # Whoever is told that it failed must not find it there.
+                # A caller that sees a failure must not find the object there.
                 with contextlib.suppress(OSError):
                     os.unlink(path)
                 raise NotDurable(f"{error}; it was taken back", errno=error.errno) from error
@@ -72,15 +72,15 @@ class LocalStore:
         except FileExistsError:
             raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
         except FileNotFoundError:
-            # Whoever committed this name first may already have swept our temporary file away.
+            # The process that committed this name first may have removed our temporary file.
             if path.exists():
                 raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
             raise
         except OSError as error:
             if error.errno not in _NO_LINKS:
                 raise
-            # No hard links here (some FUSE file systems): who creates the claim may rename. It stays behind if we die
-            # in between, and then this name is never used; `commit.aim` passes it over.
+            # No hard links here (some FUSE file systems): the process that creates the claim may rename. If it dies in
+            # between, the claim stays and this name is never used; `commit.aim` skips it.
             claim = path.with_name(path.name + CLAIM)
             try:
                 os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -94,7 +94,7 @@ class LocalStore:
                 os.unlink(claim)
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "LocalWriter":
-        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room."""
+        """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
         path = self._path(name)
         with _explained("create", path):
             try:
@@ -183,7 +183,7 @@ class LocalWriter:
         self.aligned = self._direct is not None
 
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
-        """Write all of `views`, one behind the other, at `offset`."""
+        """Write all of `views`, one after the other, at `offset`."""
         parts = [memoryview(view).cast("B") for view in views if len(view)]
         with _explained("write", self._path), _no_end(self._path):
             if self.aligned and len(parts) == 1 and _is_aligned(offset, parts[0]):
@@ -192,7 +192,7 @@ class LocalWriter:
             _move_all(os.pwritev, self._handle, offset, parts, self._started)
 
     def _write_direct(self, offset: int, view: memoryview) -> int:
-        """Write whole pages past the page cache, and say how much that was: nothing where it is refused."""
+        """Write whole pages past the page cache. Gives the number of bytes: 0 where the file system refuses."""
         assert self._direct is not None
         length, done = len(view) // PAGE_BYTES * PAGE_BYTES, 0
         try:
@@ -251,7 +251,7 @@ class LocalReader:
         return self._size
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of `views`, one behind the other, from `offset`."""
+        """Fill all of `views`, one after the other, from `offset`."""
         with _explained("read", self._path):
             try:
                 _move_all(os.preadv, self._handle, offset, views)
@@ -360,7 +360,7 @@ def _open_inside(root: Path, parts: tuple[str, ...], flags: int, make: bool = Fa
 
 
 def _folder_inside(root: Path, parts: tuple[str, ...], make: bool = False) -> int:
-    """Open the folder that a name lies in, step by step from `root`; with `make`, make those that are not there."""
+    """Open the folder that a name lies in, step by step from `root`; `make`: create missing folders."""
     folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         for part in parts[:-1]:
@@ -376,7 +376,7 @@ def _folder_inside(root: Path, parts: tuple[str, ...], make: bool = False) -> in
 
 
 def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
-    """The error that says so where a link or special file was met, else the one given."""
+    """An UnsafeCheckpoint where a link or special file was met, else the given error."""
     # ELOOP for a link in the last place; ENOTDIR for one (or a file) in a folder's place; ENXIO for a socket.
     if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
         return error
@@ -385,7 +385,7 @@ def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
 
 
 def _create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
-    """Open a new file for writing, making the folders that it needs; `made` gets those that are not below `root`."""
+    """Open a new file for writing, and make the folders it needs; `made` gets those that are not below `root`."""
     for _ in range(_TRIES):
         # Another save that cleans up may remove a folder between the two calls, while it is still empty.
         with contextlib.suppress(FileNotFoundError):
@@ -394,7 +394,7 @@ def _create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
     dangling = next(
         (f"{one} is a link to nothing" for one in (root, *root.parents) if one.is_symlink() and not one.exists()), ""
     )
-    why = dangling or "its folder is removed again and again by someone else, or cannot be made"
+    why = dangling or "another process keeps removing its folder, or it cannot be made"
     raise StorageError(f"cannot create {root.joinpath(*parts)}: {why}")
 
 
@@ -410,16 +410,16 @@ def _make_folders(folder: Path, made: set[Path]) -> None:
 
 
 def _make_folder(name: str, parent: int) -> None:
-    """Make one folder inside an open one, if it is not there, and sync it into that."""
+    """Make one folder inside an open one, if it is missing, and sync the open one."""
     with contextlib.suppress(FileExistsError):
         os.mkdir(name, dir_fd=parent)
         os.fsync(parent)
 
 
 def _remove_empty(folder: Path, root: Path, made: set[Path]) -> None:
-    """Remove a folder below `root` and its parents, as far as they are empty: `root` and those above it only if in `made`.
+    """Remove a folder below `root` and its parents while they are empty; `root` and above only if in `made`.
 
-    Whoever is about to create a file in one of them makes it again: see `_create_file`.
+    A process that is about to create a file in one of them makes it again: see `_create_file`.
     """
     with contextlib.suppress(OSError):  # not empty
         while folder != root:
@@ -438,7 +438,7 @@ def _remove_folder(folder: Path) -> None:
 def _sync_folders(folder: Path, root: Path) -> None:
     """Sync the entries of everything from `folder` up to `root`, and of `root` in its parent.
 
-    Not only of folders that this process made: who made them may have died before its own sync.
+    Not only of folders that this process made: the process that made them may have died before its sync.
     """
     while True:
         _sync_folder(folder)

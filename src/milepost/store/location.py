@@ -20,7 +20,7 @@ def store_at(path: Location) -> Store:
     if isinstance(path, os.PathLike):
         return _in_folder(os.fspath(path))
     if not isinstance(path, str) and all(hasattr(path, verb) for verb in _VERBS):
-        # Not isinstance: that would not see what a store that wraps another hands on.
+        # Not isinstance: that would not see the methods that a wrapper forwards to another store.
         return path
     if not path or not isinstance(path, str):
         raise InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {path!r}")
@@ -31,10 +31,10 @@ def store_at(path: Location) -> Store:
         return _MEMORY.setdefault(rest.strip("/"), MemoryStore(path.rstrip("/")))
     if scheme == "file":
         # All of it is the path, `?` and `#` too: two places must not become one.
-        host, slash, path = rest.partition("/")
+        host, slash, inside = rest.partition("/")
         if host not in ("", "localhost") or not slash:
             raise InvalidRequest(f"{path!r} names the host {host!r}; a file URL has three slashes: file:///path")
-        return _in_folder(unquote(f"/{path}", errors="surrogateescape"))
+        return _in_folder(unquote(f"/{inside}", errors="surrogateescape"))
     raise InvalidRequest(f"{path!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
 
 

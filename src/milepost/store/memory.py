@@ -65,7 +65,7 @@ class MemoryWriter:
         self._store, self._name, self._data = store, name, bytearray(size_bytes)
 
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
-        """Write all of `views`, one behind the other, at `offset`."""
+        """Write all of `views`, one after the other, at `offset`."""
         for view in views:
             data = memoryview(view).cast("B")
             self._data[offset : offset + len(data)] = data
@@ -92,7 +92,7 @@ class MemoryReader:
         return len(self._data)
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of `views`, one behind the other, from `offset`."""
+        """Fill all of `views`, one after the other, from `offset`."""
         end = offset + sum(map(len, views))
         if end > len(self._data):
             raise StorageError(f"{self._url} ends before byte {end}")
@@ -110,4 +110,4 @@ class MemoryReader:
         self.read(offset, [block])
 
     def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""

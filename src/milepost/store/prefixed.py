@@ -23,7 +23,7 @@ class Within:
         self.inner.create(self._outer(name), data)
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
-        """Start a new object of this size. Raises AlreadyExists if the name is taken, StorageError if there is no room."""
+        """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
         return self.inner.writer(self._outer(name), size_bytes, direct=direct)
 
     def reader(self, name: str) -> Reader:

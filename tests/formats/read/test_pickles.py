@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from milepost.core.crc import combine
 from milepost.errors import UnsafeCheckpoint
 from milepost.formats.read.crc import RangeSum, Sums
-from milepost.formats.read.pickles import BadPickle, Maker, Opaque, load
+from milepost.formats.read.pickle_machine import BadPickle, Maker, Opaque
+from milepost.formats.read.pickles import load
 
 NAMES = st.text(max_size=5) | st.integers() | st.booleans() | st.none() | st.tuples(st.integers(), st.text(max_size=2))
 PLAIN = st.recursive(

@@ -13,7 +13,12 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
-from milepost.formats.write.dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record, write_metadata
+from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import committed
+from milepost.formats.write.content import write_range
+from milepost.formats.write.dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record
+from milepost.formats.write.torchfile import TensorStub
+from milepost.formats.write.zip import endings
 from milepost.store import LocalStore
 from tests.formats.write.conversions import random_bits, same, training_state
 
@@ -84,21 +89,28 @@ def test_chunks_come_back_as_one_tensor(tmp_path, monkeypatch):
     assert len(metadata.state_dict_metadata["w"].chunks) > 10
 
 
+def write_file(store, content):
+    with committed(store.writer(content.name, content.size_bytes)) as writer:
+        sums = write_range(writer, content, 0, content.size_bytes, Transfer(), Meter("save", store.url))
+        for at, data in endings(content, sums):
+            writer.write(at, [data])
+
+
 def test_plans_can_be_written_without_a_conversion(tmp_path):
     store, file = LocalStore(tmp_path / "dcp"), DcpFile("__0_0.distcp")
     strided = torch.arange(600_000.0).view(300, 2000).t()
     places = {
-        MetadataIndex("w", (0, 0)): file.add(strided),
-        MetadataIndex("s", ()): file.add(torch.tensor(3, dtype=torch.int16)),
+        MetadataIndex("w", (0, 0)): file.add(TensorStub.of(strided, "w")),
+        MetadataIndex("s", ()): file.add(TensorStub.of(torch.tensor(3, dtype=torch.int16), "s")),
         MetadataIndex("v"): file.add(bytes_of_value({"x": 1})),
     }
-    file.write(store)
+    write_file(store, file.content)
     items = {
         "w": tensor_record("float32", (2000, 300), [Box.whole((2000, 300))]),
         "s": tensor_record("int16", (), [Box.whole(())]),
         "v": dcp.metadata.BytesStorageMetadata(),
     }
-    write_metadata(store, metadata_bytes(items, places, {key: (key,) for key in items}, store.url))
+    store.create(".metadata", metadata_bytes(items, places, {key: (key,) for key in items}, store.url))
     target = {"w": torch.zeros(2000, 300), "s": torch.tensor(0, dtype=torch.int16), "v": None}
     dcp.load(target, checkpoint_id=tmp_path / "dcp")
     same(target, {"w": strided, "s": torch.tensor(3, dtype=torch.int16), "v": {"x": 1}})

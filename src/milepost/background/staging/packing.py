@@ -7,11 +7,11 @@ import msgspec
 import torch
 
 from milepost.core.box import Shape
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.data.late import ready
 from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described
-from milepost.state.tensors import LocalTensor, Part, size_bytes, torch_dtype
+from milepost.state.tensors import LocalTensor, Part, torch_dtype
 
 
 class Slot(msgspec.Struct, frozen=True, gc=False):

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 
 from milepost.core.limits import KIB, MAX_ENTRIES, MIB
+from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Reader
 
@@ -36,7 +37,7 @@ class ArchiveMember(msgspec.Struct, frozen=True, gc=False):
 
 
 class Window:
-    """Small reads of one object, through a window of a few pages: what lies together is read together."""
+    """Small reads of one object, through a window of a few pages: neighbours are read together."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -48,11 +49,9 @@ class Window:
         at = start - first
         if at < 0 or at + length > len(data):
             size = min(max(length, _WINDOW_BYTES), self._reader.size_bytes - start)
-            buffer = bytearray(size)
-            self._reader.read(start, [memoryview(buffer)])
+            data, at = read_bytes(self._reader, start, size), 0
             if length > _WINDOW_BYTES:
-                return bytes(buffer)
-            data, at = bytes(buffer), 0
+                return data
             self._kept = (start, data)
         return data[at : at + length]
 
@@ -120,7 +119,7 @@ class Archive:
             if extra_bytes:
                 size, packed, header_at = _wide(data[at : at + extra_bytes], [size, packed, header_at])
             if size != packed or header_at + size > latest:
-                raise self._damaged(f"its record {name[:200]!r} has no possible size")
+                raise self._damaged(f"its record {name[:200]!r} has an impossible size")
             records[name] = ArchiveMember(header_at, size, crc)
             at += extra_bytes + comment_bytes
         if len(records) != count or at != len(data):
@@ -162,7 +161,7 @@ class Archive:
 
 
 def _wide(extra: bytes, values: list[int]) -> list[int]:
-    """The values, those that did not fit 32 bits replaced by what the extra field has for them."""
+    """The values; those that did not fit 32 bits are taken from the extra field."""
     at = 0
     for _ in range(_MAX_EXTRAS):
         if at + 4 > len(extra):

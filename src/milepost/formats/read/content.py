@@ -1,11 +1,12 @@
-"""What is inside an archive of `torch.save`: its containers and values, with descriptions where tensors stand.
+"""The content of a `torch.save` archive: its containers and values, with descriptions in place of tensors.
 
-Names that we do not know do no harm: what they would make stays opaque, and is refused by key when it is asked for.
+Unknown names do no harm: the objects that they would make stay opaque, and reading their keys raises an error.
 """
 
 import re
 import zlib
 from collections import OrderedDict, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
@@ -18,9 +19,10 @@ from milepost.core.limits import MAX_DIMS
 from milepost.core.tree import FACTORIES
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.formats.read.archive import Archive
-from milepost.formats.read.pickles import BadPickle, Maker, NamedObject, Opaque, load
+from milepost.formats.read.pickle_machine import BadPickle, Maker, NamedObject, Opaque
+from milepost.formats.read.pickles import load
 
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": "float64",
     "FloatStorage": "float32",
     "HalfStorage": "float16",
@@ -35,6 +37,7 @@ _STORAGES = {
     "ComplexFloatStorage": "complex64",
     "UntypedStorage": "uint8",
 }
+"""The element type of each class of storage that torch.save names."""
 _BUILTINS = ("builtins", "__builtin__")
 _ALIKE_BYTES = 1024
 _SCALAR = re.compile(r"[<|]?[biufc][0-9]{1,2}")
@@ -57,7 +60,7 @@ class StorageRecord:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Strided:
-    """A tensor of an archive: which elements of which storage it has. `conj` and `neg` are still to be applied."""
+    """A tensor of an archive: which elements of which storage it holds. `conj` and `neg` are yet to be applied."""
 
     storage: StorageRecord
     dtype: str
@@ -75,24 +78,13 @@ class Strided:
 
 def read_content(archive: Archive, what: str) -> Any:
     """The object that was saved. Raises CheckpointDamaged, naming `what`."""
-    data = _read_pickle(archive, what)
-    try:
-        return load(data, _find, _storage)
-    except (BadPickle, RecursionError) as error:
-        raise CheckpointDamaged(f"{what}: {error}") from None
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{what}: {error}") from None
+    return _loaded(_read_pickle(archive, what), what)
 
 
 def read_tensor(archive: Archive, what: str) -> Strided:
     """The tensor that was saved alone. Raises CheckpointDamaged, naming `what`, for anything else."""
     data = _read_pickle(archive, what)
-    try:
-        found = _tensor_alone(data) if len(data) <= _ALIKE_BYTES else load(data, _find, _storage)
-    except (BadPickle, RecursionError) as error:
-        raise CheckpointDamaged(f"{what}: {error}") from None
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{what}: {error}") from None
+    found = _loaded(data, what, _small_pickle if len(data) <= _ALIKE_BYTES else _any_pickle)
     if not isinstance(found, Strided):
         raise CheckpointDamaged(f"{what} holds a {type(found).__name__}, not a tensor")
     return found
@@ -106,20 +98,34 @@ def _read_pickle(archive: Archive, what: str) -> bytes:
     return data
 
 
+def _any_pickle(data: bytes) -> Any:
+    return load(data, _find, _storage)
+
+
 @lru_cache(maxsize=1024)
-def _tensor_alone(data: bytes) -> Strided | None:
+def _small_pickle(data: bytes) -> Strided | None:
     """The tensor that a pickle describes, if it is one. Tensors of one shape and type have the same pickle."""
-    found = load(data, _find, _storage)
+    found = _any_pickle(data)
     return found if isinstance(found, Strided) else None
+
+
+def _loaded(data: bytes, what: str, read: Callable[[bytes], Any] = _any_pickle) -> Any:
+    """What a pickle holds. Errors name `what`."""
+    try:
+        return read(data)
+    except (BadPickle, RecursionError) as error:
+        raise CheckpointDamaged(f"{what}: {error}") from None
+    except UnsafeCheckpoint as error:
+        raise UnsafeCheckpoint(f"{what}: {error}") from None
 
 
 def _storage(reference: Any) -> StorageRecord:
     kind, storage, key, _, elements = reference
-    if kind != "storage" or not isinstance(storage, Maker) or storage.name not in _STORAGES:
+    if kind != "storage" or not isinstance(storage, Maker) or storage.name not in STORAGES:
         raise BadPickle("a tensor has an unknown kind of storage")
     if type(key) is not str or type(elements) is not int or not 0 <= elements < 2**60:
         raise BadPickle("a tensor's storage is not described as torch does")
-    return StorageRecord(key, _STORAGES[storage.name], elements)
+    return StorageRecord(key, STORAGES[storage.name], elements)
 
 
 def _tensor(
@@ -161,7 +167,7 @@ def _inner(tensor: Any, *_: Any) -> Any:
 
 
 def _from_type(make: Any, kind: Any, args: Any, _: Any = None) -> Any:
-    """A tensor with attributes of its own, which are dropped; a subclass of Tensor stays opaque."""
+    """A tensor without its extra attributes, which are dropped; a subclass of Tensor stays opaque."""
     rebuilds = isinstance(make, Maker) and make.make in (_tensor, _tensor_v3, _inner)
     if rebuilds and isinstance(kind, Maker) and kind.name in ("Tensor", "Parameter"):
         return make.make(*args)
@@ -200,7 +206,7 @@ def _default(factory: Any = None) -> Any:
 
 
 def _scalar(dtype: Any, data: Any) -> Any:
-    """A number of numpy's."""
+    """A numpy scalar."""
     kind = np.dtype(_is(NamedObject, dtype).args[0])
     return np.frombuffer(_is(bytes, data), dtype=kind, count=1)[0]
 
@@ -225,7 +231,7 @@ def _device(kind: Any, index: Any = None) -> Any:
 
 
 def _opaque(*_: Any) -> Opaque:
-    """For types that a pickle names, and never makes in any way that we read."""
+    """For types that a pickle names, but makes in no way that is read here."""
     return Opaque("an object")
 
 
@@ -254,7 +260,7 @@ def _table() -> dict[tuple[str, str], Any]:
         makers |= {(module, "complex"): lambda a, b: complex(_is(float, a), _is(float, b))}
         makers |= {(module, "bytes"): lambda: b"", (module, "bytearray"): _byte_array}
         makers |= {(module, name): _opaque for name in ("dict", "list", "int", "float", "str")}
-    for name in _STORAGES:
+    for name in STORAGES:
         makers |= {(module, name): _opaque for module in ("torch", "torch.storage")}
     table = {key: Maker(key[1], function) for key, function in makers.items()}
     for module in _BUILTINS:
@@ -273,10 +279,10 @@ def _find(module: str, name: str) -> Any:
 
 
 def located(archive: Archive, tensor: Strided, what: str) -> tuple[int, int]:
-    """Where the storage of a tensor starts, and the CRC-32 of it. Raises CheckpointDamaged where it is shorter than it says."""
+    """Where the storage of a tensor starts, and its CRC-32. Raises CheckpointDamaged where its size is wrong."""
     start, record = archive.place(f"{archive.prefix}data/{tensor.storage.key}")
     if record.size_bytes != tensor.storage.elements * DTYPES[tensor.storage.dtype].size_bytes:
-        raise CheckpointDamaged(f"{what}: its storage {tensor.storage.key[:40]!r} has not the size that it should have")
+        raise CheckpointDamaged(f"{what}: its storage {tensor.storage.key[:40]!r} has the wrong size")
     return start, record.crc
 
 

@@ -1,4 +1,4 @@
-"""CRC-32 of records that are read in pieces, in any order and by several threads: zip archives have one of each record."""
+"""Checks the CRC-32 of records that several threads read in pieces and in any order, as zip archives store them."""
 
 import threading
 import zlib
@@ -19,7 +19,7 @@ class RangeSum(NamedTuple):
 
 
 class Sums:
-    """Checks records as their bytes come in. Those that are never read whole cannot be checked."""
+    """Checks records as their bytes arrive. A record that is never read as a whole is not checked."""
 
     def __init__(self) -> None:
         self.known: tuple[list[RangeSum], list[int]] = ([], [])
@@ -27,22 +27,22 @@ class Sums:
         self._lock = threading.Lock()
 
     def add(self, one: RangeSum) -> None:
-        """Know one more record; one that overlaps another is left out."""
+        """Add a record; one that overlaps another is ignored."""
         with self._lock:
             sums, starts = self.known
             i = bisect_right(starts, one.start)
             before, after = sums[i - 1] if i else None, sums[i] if i < len(sums) else None
             if (before and before.stop > one.start) or (after and after.start < one.stop):
                 return
-            # New lists, so that a reader goes on with those that it knew before it read.
+            # New lists, so that a reader keeps the lists that it had before it read.
             self.known = ([*sums[:i], one, *sums[i:]], [*starts[:i], one.start, *starts[i:]])
 
     def damaged(
         self, start: int, views: Sequence[memoryview], known: tuple[list[RangeSum], list[int]] | None = None
     ) -> Iterator[RangeSum]:
-        """The records that these bytes, which lie at `start`, complete, and whose sum is not the right one.
+        """The records that these bytes, read from `start`, complete, and whose checksum is wrong.
 
-        `known`: those to look at, where others may have been added while the bytes were read.
+        `known`: the records to check, where others may have been added while the bytes were read.
         """
         sums, starts = known or self.known
         cursor = Cursor(views)
@@ -64,7 +64,7 @@ class Sums:
                 yield one
 
     def _joined(self, one: RangeSum, at: int, length: int, crc: int) -> int | None:
-        """The sum of a record once all its parts were seen; None before."""
+        """The CRC of a record once all its parts were seen; None before."""
         with self._lock:
             parts = self._parts.setdefault(one.start, {})
             parts[at] = (length, crc)
@@ -74,14 +74,14 @@ class Sums:
         end, whole = one.start, 0
         for where in sorted(parts):
             if where != end:
-                return None  # the same bytes were read twice, cut in other ways
+                return None  # the same bytes were read twice, in other pieces
             length, crc = parts[where]
             end, whole = end + length, combine(whole, crc, length)
         return whole if end == one.stop else None
 
 
 class Cursor:
-    """Goes along the bytes that some views spell together."""
+    """Walks along the bytes that some views hold together."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views, self._i, self._at = views, 0, 0

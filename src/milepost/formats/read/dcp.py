@@ -1,4 +1,4 @@
-"""Folders of `torch.distributed.checkpoint`: a pickled `.metadata`, and files whose items are archives of `torch.save`."""
+"""Folders of `torch.distributed.checkpoint`: a pickled `.metadata`, and files of `torch.save` archives."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -7,25 +7,27 @@ from typing import Any
 
 import xxhash
 
-from milepost.core.box import Box, Shape, check_shape
-from milepost.core.dtypes import DTYPES
-from milepost.core.limits import MAX_DEPTH, MAX_DIMS, MAX_RANKS, MIB
+from milepost.core.box import Shape
+from milepost.core.dtypes import size_bytes
+from milepost.core.limits import MAX_RANKS, MIB
 from milepost.core.strict_int import number_of
 from milepost.core.tree import Path
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.read import read_small
 from milepost.data.transforms import restored
-from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
+from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.formats.read.archive import MAX_PICKLE_BYTES, Archive, Window
 from milepost.formats.read.content import Strided, read_content
-from milepost.formats.read.files import SLACK_BYTES, Item
-from milepost.formats.read.pickles import BadPickle, Maker, NamedObject, load
+from milepost.formats.read.dcp_metadata import StoredItems, TensorParts, read_metadata
+from milepost.formats.read.files import SLACK_BYTES
+from milepost.formats.read.spots import Item
 from milepost.formats.read.torchfile import placed_in
 from milepost.formats.read.virtual import (
     Allowance,
     FileBox,
     ForeignState,
     PlacedTensor,
-    Settler,
+    TensorReplacer,
     check_total,
     rescue_from_bytes,
 )
@@ -34,49 +36,15 @@ from milepost.store.base import check_name
 
 METADATA = ".metadata"
 _MAX_METADATA_BYTES = 512 * MIB
-_MAX_TRANSFORMS = 16
 _RANK = re.compile(r"__([0-9]{1,6})_[0-9]+\.distcp")
-_CHECKPOINT = "torch.distributed.checkpoint"
-_SHARDED = "torch.distributed._shard.sharded_tensor.metadata"
-_RECORDS = {
-    (f"{_CHECKPOINT}.metadata", "Metadata"),
-    (f"{_CHECKPOINT}.metadata", "TensorStorageMetadata"),
-    (f"{_CHECKPOINT}.metadata", "BytesStorageMetadata"),
-    (f"{_CHECKPOINT}.metadata", "ChunkStorageMetadata"),
-    (f"{_CHECKPOINT}.metadata", "TensorProperties"),
-    (f"{_CHECKPOINT}.metadata", "_MEM_FORMAT_ENCODING"),
-    (f"{_CHECKPOINT}.metadata", "MetadataIndex"),
-    (f"{_CHECKPOINT}.metadata", "StorageMeta"),
-    (f"{_CHECKPOINT}.filesystem", "_StorageInfo"),
-    (f"{_CHECKPOINT}.filesystem", "_StoragePrefix"),
-    (_SHARDED, "TensorProperties"),
-    (_SHARDED, "MEM_FORMAT_ENCODING"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib", "PurePosixPath"),
-    ("pathlib", "Path"),
-    ("pathlib", "WindowsPath"),
-    ("pathlib._local", "PosixPath"),
-    ("pathlib._local", "WindowsPath"),
-}
 
 
 @CollectionPaused()
 def read_dcp(store: Store) -> ForeignState:
-    """What DCP saved in a folder. Raises CheckpointDamaged; UnsafeCheckpoint for metadata that names anything but data."""
-    data = _read_metadata(store)
+    """The state that DCP saved in a folder. Raises CheckpointDamaged, or UnsafeCheckpoint for hostile metadata."""
     where = f"{store.url}/{METADATA}"
-    try:
-        metadata = load(data, _find)
-        entries = _fields(metadata, "Metadata")["state_dict_metadata"]
-        stored = {_index(index): _item(info) for index, info in metadata.fields["storage_data"].items()}
-        _check_chunks(entries, len(data))
-        described = {key: _described(key, entry) for key, entry in entries.items()}
-        paths = _paths(metadata.fields.get("planner_data"), entries, Allowance().grow(len(data)))
-    except UnsafeCheckpoint as error:
-        raise UnsafeCheckpoint(f"{where}: {error}") from None
-    except (BadPickle, LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointDamaged(f"{where} is not what DCP writes: {str(error)[:300]}") from None
+    data = read_small(store.reader(METADATA), where, _MAX_METADATA_BYTES)
+    described, stored, paths = read_metadata(data, where)
     names = sorted({name for name, _ in stored.values()})
     if len(names) >= MAX_RANKS:
         raise UnsafeCheckpoint(f"{where} names {len(names)} files")
@@ -90,7 +58,7 @@ def read_dcp(store: Store) -> ForeignState:
         if tensor is None:
             leaves[key] = values.read(key, *_stored(stored, key, None, where, alone=True), numbers)
         else:
-            leaves[key] = _placed(key, *tensor, stored, numbers, where)
+            leaves[key] = _placed(key, tensor, stored, numbers, where)
     values.close()
     check_total(where, values.tensors, sum(sizes.values()))
     state = _nest(where, {key: (paths[key], leaf) for key, leaf in leaves.items()})
@@ -100,117 +68,8 @@ def read_dcp(store: Store) -> ForeignState:
     return ForeignState("dcp", digest, state, files, max(ranks, default=0) + 1, {}, values.rescuer(paths), store.reader)
 
 
-def _read_metadata(store: Store) -> bytes:
-    reader = store.reader(METADATA)
-    try:
-        if reader.size_bytes > _MAX_METADATA_BYTES:
-            raise UnsafeCheckpoint(f"{store.url}/{METADATA} has {reader.size_bytes} bytes, over {_MAX_METADATA_BYTES}")
-        buffer = bytearray(reader.size_bytes)
-        reader.read(0, [memoryview(buffer)])
-        return bytes(buffer)
-    finally:
-        reader.close()
-
-
-# ---------------------------------------------------------------- the metadata, as plain data
-
-
-def _find(module: str, name: str) -> Any:
-    """What a name in the metadata stands for: records without behaviour, sizes as tuples, dtypes by name."""
-    if (module, name) in _RECORDS:
-        return Maker(name, lambda *args: NamedObject(name, args))
-    if (module, name) == ("torch", "Size"):
-        return Maker(name, lambda items=(): tuple(items))
-    if (module, name) == ("collections", "OrderedDict"):
-        return Maker(name, lambda *_: {})
-    if module == "torch" and (name in DTYPES or name in ("strided", "preserve_format", "contiguous_format")):
-        return name
-    raise UnsafeCheckpoint(
-        f"the metadata names {module}.{name}"[:300] + ", which is no part of what DCP writes; it was not run"
-    )
-
-
-def _fields(value: Any, name: str) -> dict[str, Any]:
-    if not isinstance(value, NamedObject) or value.name != name:
-        raise TypeError(f"a {name} was expected")
-    return value.fields
-
-
-def _index(value: Any) -> tuple[str, Shape | None]:
-    fields = _fields(value, "MetadataIndex")
-    offset = fields.get("offset")
-    return _text(fields["fqn"]), None if offset is None else _shape(offset)
-
-
-def _item(value: Any) -> tuple[str, Item]:
-    fields = _fields(value, "_StorageInfo")
-    offset, length = _shape((fields["offset"], fields["length"]))
-    transforms = fields.get("transform_descriptors") or ()
-    if not isinstance(transforms, (list, tuple)) or len(transforms) > _MAX_TRANSFORMS:
-        raise TypeError("transforms were expected")
-    transforms = tuple(
-        map(_text, transforms)
-    )  # in the order in which they were applied, though torch undoes them so too
-    return _text(fields["relative_path"]), Item(offset, length, transforms)
-
-
-def _text(value: Any) -> str:
-    if type(value) is not str:
-        raise TypeError("text was expected")
-    return value
-
-
-def _shape(value: Any) -> Shape:
-    if not isinstance(value, (tuple, list)) or len(value) > MAX_DIMS:
-        raise TypeError("sizes were expected")
-    if any(type(n) is not int or not 0 <= n < 2**62 for n in value):
-        raise TypeError("sizes were expected")
-    return tuple(value)
-
-
-def _described(key: Any, entry: Any) -> "tuple[str, Shape, list[Box]] | None":
-    """The dtype, shape and parts of a tensor; None for a value."""
-    _text(key)
-    if isinstance(entry, NamedObject) and entry.name == "BytesStorageMetadata":
-        return None
-    fields = _fields(entry, "TensorStorageMetadata")
-    properties = fields["properties"]
-    if not isinstance(properties, NamedObject) or properties.name != "TensorProperties":
-        raise TypeError("a tensor has no properties")
-    dtype = properties.state[0] if isinstance(properties.state, tuple) else properties.fields.get("dtype")
-    if dtype not in DTYPES:
-        raise UnsupportedFormat(f"{key[:200]!r} has the dtype {str(dtype)[:40]}, which is not supported")
-    shape = _shape(fields["size"])
-    check_shape(shape)
-    chunks = [_fields(chunk, "ChunkStorageMetadata") for chunk in fields["chunks"]]
-    return dtype, shape, [Box(_shape(chunk["offsets"]), _shape(chunk["sizes"])) for chunk in chunks]
-
-
-def _check_chunks(entries: dict[str, Any], most: int) -> None:
-    """Refuse metadata in which many tensors have one long list of chunks: there are less chunks than bytes."""
-    for entry in entries.values():
-        chunks = entry.fields.get("chunks") if isinstance(entry, NamedObject) else None
-        most -= len(chunks) if isinstance(chunks, (list, tuple)) else 0
-    if most < 0:
-        raise UnsafeCheckpoint("many tensors name the same chunks")
-
-
-def _paths(planner_data: Any, entries: dict[str, Any], allowance: Allowance) -> dict[str, Path]:
-    """Where each key stands in the state; a key that the planner does not list stands there as it is."""
-    known = planner_data if isinstance(planner_data, dict) else {}
-    paths: dict[str, Path] = {}
-    for key in entries:
-        path = known.get(key)
-        if isinstance(path, tuple) and len(path) > MAX_DEPTH:
-            raise ValueError(f"{key[:200]!r} is nested too deeply")
-        fits = isinstance(path, tuple) and path and all(type(part) in (str, int) for part in path)
-        paths[key] = path if fits and isinstance(path, tuple) else (key,)
-        allowance.spend("the metadata", sum(len(part) if isinstance(part, str) else 1 for part in paths[key]))
-    return paths
-
-
 def _sizes(where: str, names: list[str], items: Iterable[tuple[str, Item]]) -> dict[str, int]:
-    """How much of each file is used. Items that overlap are refused: they could claim any amount of data."""
+    """How much of each file is in use. Overlapping items are refused: they could claim any amount of data."""
     by_file: dict[str, list[tuple[int, int]]] = {name: [] for name in names}
     for name, item in items:
         by_file[name].append((item.offset, item.offset + item.length))
@@ -221,30 +80,21 @@ def _sizes(where: str, names: list[str], items: Iterable[tuple[str, Item]]) -> d
     return {name: max((stop for _, stop in spans), default=0) for name, spans in by_file.items()}
 
 
-def _stored(
-    stored: dict[tuple[str, Shape | None], tuple[str, Item]], key: str, offset: Shape | None, where: str, alone: bool
-) -> tuple[str, Item]:
+def _stored(stored: StoredItems, key: str, offset: Shape | None, where: str, alone: bool) -> tuple[str, Item]:
     found = stored.get((key, offset)) or (stored.get((key, None)) if alone else None)
     if found is None:
         raise CheckpointDamaged(f"{where} does not say where {key[:200]!r} is, at {offset}")
     return found
 
 
-def _placed(
-    key: str,
-    dtype: str,
-    shape: Shape,
-    boxes: list[Box],
-    stored: dict[tuple[str, Shape | None], tuple[str, Item]],
-    numbers: dict[str, int],
-    where: str,
-) -> PlacedTensor:
+def _placed(key: str, tensor: TensorParts, stored: StoredItems, numbers: dict[str, int], where: str) -> PlacedTensor:
+    dtype, shape, boxes = tensor
     pieces = []
     for box in boxes:
         if not box.elements:
             continue
         name, item = _stored(stored, key, box.offset, where, alone=len(boxes) == 1)
-        if not item.transforms and box.elements * DTYPES[dtype].size_bytes > item.length:
+        if not item.transforms and size_bytes(dtype, box.shape) > item.length:
             raise CheckpointDamaged(f"{where}: the part {box.text} of {key[:200]!r} has too few bytes")
         pieces.append(FileBox(box, numbers[name], item))
     return PlacedTensor(dtype, shape, tuple(pieces))
@@ -254,7 +104,7 @@ def _placed(
 
 
 class _Values:
-    """Reads what is not a tensor: each is an archive of its own."""
+    """Reads values that are not tensors. Each is a separate archive."""
 
     def __init__(self, store: Store, sizes: dict[str, int]) -> None:
         self._store, self._sizes = store, sizes
@@ -264,7 +114,7 @@ class _Values:
         self.tensors: list[PlacedTensor] = []
 
     def read(self, key: str, name: str, item: Item, numbers: dict[str, int]) -> Any:
-        """The value of a key, with places where it holds tensors."""
+        """The value of a key, with a `PlacedTensor` for each tensor in it."""
         self._items[key] = (name, item)
         what = f"{key[:200]!r} in {self._store.url}/{name}"
         window, start, length = self._bytes_of(name, item, what)
@@ -273,7 +123,7 @@ class _Values:
         seen: dict[int, tuple[Strided, PlacedTensor]] = {}
         inside = item if item.transforms else None
         allowed = self._allowance.grow(length)
-        found = Settler(what, allowed, lambda v: placed_in(archive, v, numbers[name], what, seen, inside)).settle(
+        found = TensorReplacer(what, allowed, lambda v: placed_in(archive, v, numbers[name], what, seen, inside)).walk(
             content
         )
         self.tensors.extend(tensor for _, tensor in seen.values())
@@ -298,7 +148,7 @@ class _Values:
         return (lambda at, count: data[at : at + count]), 0, len(data)
 
     def rescuer(self, paths: dict[str, Path]) -> Callable[[Path], bytes]:
-        """How to get a value that only pickle can make: from the archive of the key above it."""
+        """A function that gives a value which only pickle can make, from the archive of the key above it."""
         keys = {path: key for key, path in paths.items()}
 
         def rescue(path: Path) -> bytes:
@@ -330,7 +180,7 @@ def _as_saved(path: Path, keys: dict[Path, str]) -> Path:
 
 
 class _OpenContainer(dict[Any, Any]):
-    """A container that is being filled; whether it is a list shows when all its children are there."""
+    """A container that is being filled. Whether it is a list is known when all its children are there."""
 
 
 def _nest(where: str, leaves: dict[str, tuple[Path, Any]]) -> Any:
@@ -341,10 +191,10 @@ def _nest(where: str, leaves: dict[str, tuple[Path, Any]]) -> Any:
         for part in path[:-1]:
             following = here.setdefault(part, _OpenContainer())
             if not isinstance(following, _OpenContainer):
-                raise CheckpointDamaged(f"{where}: {key[:200]!r} stands below a value")
+                raise CheckpointDamaged(f"{where}: {key[:200]!r} lies below a value")
             here = following
         if path[-1] in here:
-            raise CheckpointDamaged(f"{where}: {key[:200]!r} stands where another key does")
+            raise CheckpointDamaged(f"{where}: {key[:200]!r} has the path of another key")
         here[path[-1]] = leaf
     return _finished(root)
 
@@ -356,7 +206,7 @@ def _finished(node: Any) -> Any:
     if children and all(type(name) is int for name in children) and sorted(children) == list(range(len(children))):
         return [children[i] for i in range(len(children))]
     if set(children) == {"state", "param_groups"} and isinstance(children["state"], dict):
-        # An optimizer, which numbers its parameters; DCP makes text of all keys.
+        # An optimizer, which numbers its parameters; DCP turns all keys into text.
         children["state"] = {_number(name): child for name, child in children["state"].items()}
     return children
 

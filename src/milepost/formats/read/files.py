@@ -1,108 +1,37 @@
-"""Files of other libraries, in the shape in which `place` reads our own: entries in one space of addresses.
+"""Files of other libraries, as `data/place.py` reads shard files: entries in one address space.
 
-Where every entry lies aligned in the file, as in safetensors files and those of `torch.save`, addresses are positions in
-the file. Elsewhere, as in DCP's, whose items start at any byte, the entries are laid out anew, one behind the other at
-aligned addresses, and reading translates. Tensors that do not lie in one run are gathered when they are read.
+Where every entry is aligned in its file, as in safetensors files and files of `torch.save`, an address is a position in
+the file. Elsewhere, as in DCP's files, whose items start at any byte, the entries get new, aligned addresses one after
+the other, and reading translates. Tensors that do not lie in one run are gathered when they are read.
 """
 
 import zlib
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
-
-from milepost.core.box import Box, Shape, boxes_of_run
+from milepost.core.box import Shape
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest
 from milepost.core.shardfile import Entry, Header
-from milepost.data.read import Damage, Files, VerifiedFile
-from milepost.data.transfer import Meter, Transfer, new_pages, run_all
+from milepost.data.read import Damage, Files, VerifiedFile, read_bytes
+from milepost.data.transfer import Meter, Transfer
 from milepost.data.transforms import restored
 from milepost.errors import CheckpointDamaged, CheckpointError
 from milepost.formats.read.archive import Archive, Window
-from milepost.formats.read.content import Strided, located, order_of, read_tensor
+from milepost.formats.read.content import read_tensor
 from milepost.formats.read.crc import Cursor, RangeSum, Sums
+from milepost.formats.read.spots import GAP_BYTES, BackingStorage, FileEntry, Item, Spot, gather, spot_of
 from milepost.store import Reader, Store
 
 _ALIGN = 64
 SLACK_BYTES = MIB
-"""What an archive may have besides its tensor."""
-_GAP = 32 * KIB
-"""What lies between two entries is read over if it is at most so much: that is faster than another request."""
+"""The most bytes that an archive may have besides its tensor."""
 _GATHER_BYTES = 512 * KIB
 _SMALL_STORAGE = 16 * MIB
-"""A storage that views are read from is checked if it has at most so much; else that would be far more than is wanted."""
-_SPREAD = 4
-"""A strided region is read with what lies between its elements if that is at most so many times as much."""
-_HALVES = {"complex32": "<f2", "complex64": "<f4", "complex128": "<f8"}
-_FLOATS = {"float16": "<f2", "float32": "<f4", "float64": "<f8"}
-
-
-@dataclass(frozen=True, slots=True)
-class Item:
-    """A `torch.save` archive of one tensor, in bytes offset..offset+length of a file, perhaps transformed as a whole."""
-
-    offset: int
-    length: int
-    transforms: tuple[str, ...] = ()
-
-
-class BackingStorage(NamedTuple):
-    """A storage that an entry is a view of: where it starts, like the entry itself, its size and the CRC-32 of its bytes."""
-
-    start: int
-    size_bytes: int
-    crc: int
-
-
-@dataclass(frozen=True, slots=True)
-class Spot:
-    """Where the bytes of an entry start, in its file or (`inside`) in an item that must be unpacked first.
-
-    `order`: the dimensions from the outermost to the innermost, None where that is their own order. `strided`: set where
-    the entry does not lie in one run. `crc`: the CRC-32 of its bytes, 0 if there is none. `storage`: what
-    has a sum instead, where the entry is a part of it, or has its bytes in another way.
-    """
-
-    at: int
-    order: Shape | None = None
-    strided: Strided | None = None
-    crc: int = 0
-    inside: Item | None = None
-    storage: BackingStorage | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FileEntry:
-    """One entry: its name, key, type and shape, and where it is, or the archive in which that stands."""
-
-    name: str
-    key: str
-    dtype: str
-    shape: Shape
-    where: Spot | Item
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it has in memory."""
-        return Box.whole(self.shape).elements * DTYPES[self.dtype].size_bytes
-
-
-def spot_of(archive: Archive, tensor: Strided, what: str, inside: Item | None = None) -> Spot:
-    """Where a tensor of an archive lies."""
-    start, crc = located(archive, tensor, what)
-    size, order = DTYPES[tensor.dtype].size_bytes, order_of(tensor)
-    storage = BackingStorage(start, tensor.storage.elements * DTYPES[tensor.storage.dtype].size_bytes, crc)
-    at = start + tensor.offset * size
-    if order is None:
-        return Spot(at, strided=tensor, inside=inside, storage=storage)
-    covers = tensor.offset == 0 and Box.whole(tensor.shape).elements * size == storage.size_bytes
-    in_rows = order == tuple(range(len(order)))
-    return Spot(at, None if in_rows else order, None, crc if covers else 0, inside, None if covers else storage)
+"""A storage behind views is checked up to this size; checking a larger one would read far more than is wanted."""
 
 
 class ForeignFile(VerifiedFile):
@@ -177,17 +106,16 @@ class ForeignFile(VerifiedFile):
     def _unpack(self, slot: FileEntry, item: Item) -> bytes:
         kept = self._unpacked
         if kept is None or kept[0] != item:
-            packed = bytearray(item.length)
-            self._raw.read(item.offset, [memoryview(packed)])
+            packed = self._read_raw(item.offset, item.length)
             what = f"{slot.key[:200]!r} in {self.where}"
             kept = self._unpacked = (
                 item,
-                restored(bytes(packed), item.transforms, max(slot.size_bytes, 64 * item.length) + SLACK_BYTES, what),
+                restored(packed, item.transforms, max(slot.size_bytes, 64 * item.length) + SLACK_BYTES, what),
             )
         return kept[1]
 
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
-        """Fill the views with what lies from `start` on; what no known entry covers is left as it is."""
+        """Fill the views with the bytes from `start` on; bytes that no known entry covers are left as they are."""
         known = self._checks.known
         if verify:
             self._check_views()
@@ -219,15 +147,15 @@ class ForeignFile(VerifiedFile):
             self._raw.read(position, target)
 
     def _check_views(self) -> None:
-        """Check what was looked up and is a view: what has a sum is its storage."""
+        """Check the storages of views that were looked up: a view has no checksum of its own."""
         views, self._views = self._views, []
         damaged = next(self._damaged_storages(views), None)
         if damaged is not None:
-            self._views[:0] = views  # whoever asks again hears it again
+            self._views[:0] = views  # so that the next read raises it again
             raise CheckpointDamaged(damaged.reason)
 
     def _damaged_storages(self, slots: Iterable[FileEntry]) -> Iterator[Damage]:
-        """Check the storages that these entries are views of, each once, as long as they are found to be right."""
+        """Check the storages behind these entries. A storage that was right is not checked again."""
         for slot in slots:
             spot = self._spots[slot.name]
             storage, inside = spot.storage, spot.inside
@@ -243,7 +171,7 @@ class ForeignFile(VerifiedFile):
                 yield Damage(self.name, self._explain_sum(RangeSum(storage.start, stop, crc, slot.key)), (slot.name,))
 
     def _gather_into(self, slot: FileEntry, spot: Spot, start: int, views: list[memoryview]) -> None:
-        """Fill views with an entry that does not lie in one run in the file, a little at a time."""
+        """Fill views with an entry that does not lie in one run in the file, in small steps."""
         cursor, stop = Cursor(views), start + sum(map(len, views))
         for low in range(start, stop, _GATHER_BYTES):
             high = min(low + _GATHER_BYTES, stop)
@@ -252,15 +180,13 @@ class ForeignFile(VerifiedFile):
     def _gathered(self, slot: FileEntry, spot: Spot, start: int, stop: int) -> bytes:
         """Bytes start..stop of an entry, as if it lay in rows."""
         read = self._read_raw if spot.inside is None else _from_memory(self._unpack(slot, spot.inside))
-        return read(spot.at + start, stop - start) if spot.strided is None else _gather(read, spot, start, stop)
+        return read(spot.at + start, stop - start) if spot.strided is None else gather(read, spot, start, stop)
 
     def _read_raw(self, at: int, length: int) -> bytes:
-        buffer = bytearray(length)
-        self._raw.read(at, [memoryview(buffer)])
-        return bytes(buffer)
+        return read_bytes(self._raw, at, length)
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
-        """Check what these bytes complete. Raises CheckpointDamaged, naming file and key."""
+        """Check the records that these bytes complete. Raises CheckpointDamaged, naming file and key."""
         self._check(start, views, self._checks.known)
 
     def _check(self, start: int, views: Sequence[memoryview], known: tuple[list[RangeSum], list[int]]) -> None:
@@ -288,20 +214,11 @@ class ForeignFile(VerifiedFile):
         self._right.clear()
         found.extend(self._damaged_storages(self._slots[name] for name in self._spots))
 
-        def make_worker() -> Callable[[int], None]:
-            memory = memoryview(new_pages(transfer.block_bytes))
+        def look(start: int, block: memoryview) -> None:
+            damaged = self._checks.damaged(start, [block])
+            found.extend(Damage(self.name, self._explain_sum(one), (one.what,)) for one in damaged)
 
-            def check(start: int) -> None:
-                block = memory[: min(transfer.block_bytes, self.header.data_bytes - start)]
-                self.read(start, [block], verify=False)
-                damaged = self._checks.damaged(start, [block])
-                found.extend(Damage(self.name, self._explain_sum(one), (one.what,)) for one in damaged)
-                meter.add(len(block))
-
-            return check
-
-        total, size = self.header.data_bytes, transfer.block_bytes
-        run_all(iter(range(0, total, size)), make_worker, transfer.threads_for(total, 1, size), meter)
+        self._read_through(look, transfer, meter)
         return found
 
     def close(self) -> None:
@@ -329,7 +246,7 @@ class ForeignFiles(Files):
 
 
 class _Warm:
-    """A reader whose file is laid out anew, so that its pages are not where direct reads could use them."""
+    """A reader whose entries have new addresses, so that direct reads cannot use the pages of the file."""
 
     def __init__(self, reader: Reader) -> None:
         self._reader = reader
@@ -367,10 +284,10 @@ def _lay_out(slots: Sequence[FileEntry]) -> tuple[list[FileEntry], list[int], in
 
 
 def _joined(requests: list[tuple[int, list[memoryview]]]) -> Iterator[tuple[int, list[memoryview]]]:
-    """The requests, those with a small gap between them made one, with memory for what is in the gap."""
+    """The requests, joined where the gap between two is small, with memory for the gap."""
     start, end, views = 0, 0, list[memoryview]()
     for position, target in requests:
-        if views and end <= position <= end + _GAP:
+        if views and end <= position <= end + GAP_BYTES:
             if position > end:
                 views.append(memoryview(bytearray(position - end)))
             views.extend(target)
@@ -392,48 +309,3 @@ def _fill(views: list[memoryview], data: bytes) -> None:
     for view in views:
         view[:] = data[at : at + len(view)]
         at += len(view)
-
-
-def _gather(read: Callable[[int, int], bytes], spot: Spot, start: int, stop: int) -> bytes:
-    """Bytes start..stop of the rows of a strided tensor. They begin and end with whole elements."""
-    tensor = spot.strided
-    assert tensor is not None
-    size = DTYPES[tensor.dtype].size_bytes
-    parts = []
-    for box in boxes_of_run(tensor.shape, start // size, stop // size):
-        array = np.empty(box.shape, dtype=f"V{size}")
-        _gather_box(read, spot, box, array, size)
-        parts.append(array.tobytes())
-    data = b"".join(parts)
-    if tensor.conj or tensor.neg:
-        numbers = np.frombuffer(data, dtype={**_HALVES, **_FLOATS}[tensor.dtype]).copy()
-        if tensor.neg:
-            np.negative(numbers, out=numbers)
-        if tensor.conj:
-            np.negative(numbers[1::2], out=numbers[1::2])
-        data = numbers.tobytes()
-    return data
-
-
-def _gather_box(read: Callable[[int, int], bytes], spot: Spot, box: Box, into: Any, size: int) -> None:
-    assert spot.strided is not None
-    strides = spot.strided.strides
-    repeated = [dim for dim, n in enumerate(box.shape) if n > 1 and strides[dim] == 0]
-    if repeated:  # read once, or a small file could ask for any number of reads
-        for dim in repeated:
-            box = box.narrow(dim, 0, 1)
-        once = np.empty(box.shape, dtype=f"V{size}")
-        _gather_box(read, spot, box, once, size)
-        into[...] = once
-        return
-    first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
-    span = sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True)) + 1
-    if span <= max(_SPREAD * box.elements, _GAP // size):
-        data = np.frombuffer(read(spot.at + first * size, span * size), dtype=f"V{size}")
-        into[...] = np.lib.stride_tricks.as_strided(data, box.shape, [s * size for s in strides])
-        return
-    dim = max((d for d, n in enumerate(box.shape) if n > 1), key=lambda d: strides[d])
-    half = box.shape[dim] // 2
-    before, after = (slice(None),) * dim + (slice(0, half),), (slice(None),) * dim + (slice(half, None),)
-    _gather_box(read, spot, box.narrow(dim, 0, half), into[before], size)
-    _gather_box(read, spot, box.narrow(dim, half, box.shape[dim] - half), into[after], size)

@@ -1,6 +1,8 @@
 """Safetensors files, alone or as the shards of a folder as Hugging Face writes it."""
 
+import contextlib
 import math
+import re
 import struct
 from typing import Any
 
@@ -10,50 +12,48 @@ import xxhash
 from milepost.core.box import Box, check_shape
 from milepost.core.dtypes import DTYPES, STORED_SIZES
 from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES, MIB
-from milepost.core.shardfile import Entry, count_entries
+from milepost.core.shardfile import Entry, count_entries, parse_entries
+from milepost.core.wire import Wire
+from milepost.data.read import read_bytes, read_small
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
-from milepost.formats.read.files import Spot
+from milepost.formats.read.spots import Spot
 from milepost.formats.read.virtual import FileBox, ForeignState, PlacedTensor
 from milepost.store import LocalStore, Reader, Store
 
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+NUMBERED = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 _MAX_INDEX_BYTES = 256 * MIB
 _TORCH_NAMES = {kind.stored_as: name for name, kind in reversed(DTYPES.items()) if not kind.inner}
 _TORCH_NAMES["U8"] = "uint8"
 _SHARDING = "DCP_SHARDING_INFO"
-_ENTRIES = msgspec.json.Decoder(dict[str, Entry])
 
 
 class _Index(msgspec.Struct):
     weight_map: dict[str, str]
 
 
-class _FileNotes(msgspec.Struct, rename={"notes": "__metadata__"}):
-    notes: dict[str, str] = {}
-
-
 class _Offsets(msgspec.Struct):
     saved_offsets: tuple[int, ...] = ()
 
 
-# Made here and not where they are used: msgspec crashes when two threads are the first to decode a type (0.22).
-_INDEX = msgspec.json.Decoder(_Index)
-_NOTES = msgspec.json.Decoder(_FileNotes)
-_PLACES = msgspec.json.Decoder(dict[str, _Offsets])
+_WEIGHTS = Wire.json(_Index)
+_PLACES = Wire.json(dict[str, _Offsets])
 
 
 def read_folder(store: Store, index: str) -> ForeignState:
     """The shards that an index lists. Raises CheckpointDamaged where one lacks what the index promises."""
-    data = _read_small(store, index)
+    data = read_small(_reader(store, index), f"{store.url}/{index}", _MAX_INDEX_BYTES)
     try:
-        weights = _INDEX.decode(data).weight_map
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        weights = _WEIGHTS.unpack(data).weight_map
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{store.url}/{index} is not a valid index: {str(error)[:200]}") from None
     names = sorted(set(weights.values()))
     return _read(store, names, weights, data)
 
 
 def read_files(store: Store, names: list[str]) -> ForeignState:
-    """All tensors of these files, in which no key may stand twice, but for parts of one that torch's writer cut."""
+    """All tensors of these files. A key may occur twice only where torch's writer cut its tensor into parts."""
     return _read(store, sorted(names), None, b"")
 
 
@@ -91,7 +91,7 @@ def _box(at: tuple[int, ...], shape: tuple[int, ...], key: str) -> Box:
     try:
         return Box(at, shape)
     except ValueError as error:
-        raise CheckpointDamaged(f"the part of {key[:200]!r} lies nowhere: {error}") from None
+        raise CheckpointDamaged(f"the part of {key[:200]!r} has no valid position: {error}") from None
 
 
 def _placed(key: str, parts: list[tuple[tuple[int, ...], str, tuple[int, ...], FileBox]], url: str) -> PlacedTensor:
@@ -120,14 +120,12 @@ def _parse(
     if count_entries(head, 8) > MAX_ENTRIES:  # before they are parsed, which takes a microsecond for each
         raise UnsafeCheckpoint(f"{what} has a header of {count_entries(head, 8)} entries, over {MAX_ENTRIES}")
     try:
-        notes = _NOTES.decode(head[8:]).notes
-        entries = _ENTRIES.decode(head[8:])
-        entries.pop("__metadata__", None)
-        places = {k: p.saved_offsets for k, p in _PLACES.decode(notes.get(_SHARDING, "{}")).items()}
+        entries, notes = parse_entries(memoryview(head)[8:])
+        places = {k: p.saved_offsets for k, p in _PLACES.unpack(notes.get(_SHARDING, "{}").encode()).items()}
         data_bytes = file_bytes - len(head)
         for key, entry in entries.items():
             _check(key, entry, data_bytes)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointDamaged(f"{what} is not a valid safetensors file: {str(error)[:300]}") from None
     end = 0
     for start, stop in sorted(entry.data_offsets for entry in entries.values()):
@@ -157,33 +155,15 @@ def _read_head(store: Store, name: str) -> tuple[bytes, int]:
         reader = _reader(store, name)
     except FileNotFoundError:
         raise CheckpointDamaged(f"{store.url}/{name} is missing") from None
-    try:
-        length = struct.unpack("<Q", _bytes(reader, 8))[0] if reader.size_bytes >= 8 else 0
+    with contextlib.closing(reader):
+        length = struct.unpack("<Q", read_bytes(reader, 0, 8))[0] if reader.size_bytes >= 8 else 0
         if not 2 <= length <= min(MAX_HEADER_BYTES, reader.size_bytes - 8):
             raise CheckpointDamaged(f"{store.url}/{name} is not a whole safetensors file")
-        return _bytes(reader, 8 + length), reader.size_bytes
-    finally:
-        reader.close()
-
-
-def _bytes(reader: Reader, count: int) -> bytes:
-    buffer = bytearray(count)
-    reader.read(0, [memoryview(buffer)])
-    return bytes(buffer)
-
-
-def _read_small(store: Store, name: str) -> bytes:
-    reader = _reader(store, name)
-    try:
-        if reader.size_bytes > _MAX_INDEX_BYTES:
-            raise UnsafeCheckpoint(f"{store.url}/{name} has {reader.size_bytes} bytes, over {_MAX_INDEX_BYTES}")
-        return _bytes(reader, reader.size_bytes)
-    finally:
-        reader.close()
+        return read_bytes(reader, 0, 8 + length), reader.size_bytes
 
 
 def _reader(store: Store, name: str) -> Reader:
-    """Open a file. In Hugging Face's own cache files are links into its folder of blobs; no other links are followed."""
+    """Open a file. Hugging Face's own cache has links into its folder of blobs; no other links are followed."""
     try:
         return store.reader(name)
     except UnsafeCheckpoint:

@@ -1,19 +1,21 @@
 """Files of `torch.save`: a zip archive with the pickle of the state and a record for each storage."""
 
+import contextlib
+
 import xxhash
 
 from milepost.core.box import Box
 from milepost.core.tree import Path
 from milepost.formats.read.archive import Archive, Window
 from milepost.formats.read.content import DtypeName, Strided, read_content
-from milepost.formats.read.files import Item, spot_of
-from milepost.formats.read.pickles import Opaque
+from milepost.formats.read.pickle_machine import Opaque
+from milepost.formats.read.spots import Item, spot_of
 from milepost.formats.read.virtual import (
     Allowance,
     FileBox,
     ForeignState,
     PlacedTensor,
-    Settler,
+    TensorReplacer,
     check_total,
     rescue_from_file,
 )
@@ -23,19 +25,15 @@ from milepost.store import Reader, Store
 def read_torch_file(store: Store, name: str) -> ForeignState:
     """What `torch.save` put into a file. Raises CheckpointDamaged or UnsupportedFormat."""
     what = f"{store.url}/{name}"
-    reader = store.reader(name)
-    try:
+    with contextlib.closing(store.reader(name)) as reader:
         archive = Archive(Window(reader), 0, reader.size_bytes, what)
         content = read_content(archive, what)
         size = archive.records[f"{archive.prefix}data.pkl"].size_bytes
         digest = xxhash.xxh3_64_digest(repr((reader.size_bytes, sorted(archive.records.items()))).encode())
         placed: dict[int, tuple[Strided, PlacedTensor]] = {}
-        state = Settler(what, Allowance().grow(size), lambda value: placed_in(archive, value, 0, what, placed)).settle(
-            content
-        )
+        replacer = TensorReplacer(what, Allowance().grow(size), lambda v: placed_in(archive, v, 0, what, placed))
+        state = replacer.walk(content)
         file_bytes = reader.size_bytes
-    finally:
-        reader.close()
     check_total(what, (tensor for _, tensor in placed.values()), file_bytes)
     nested = isinstance(content, (dict, list, tuple))
 

@@ -1,27 +1,29 @@
-"""A checkpoint of another library as one of ours: a manifest that was never written, and files that read like our own.
+"""A checkpoint of another library as a Milepost checkpoint: a manifest in memory, and files that read like shard files.
 
-A reader of a format gives the state as it was saved, with a `PlacedTensor` where a tensor stands. That is flattened by the
+The reader of a format gives the state as it was saved, with a `PlacedTensor` for each tensor. It is flattened by the
 same rules as a state that is saved or loaded, so that keys, values and containers match in the same way.
 """
 
 import base64
 import io
-import pickle  # only to spell what `allow_pickle` will ask torch to load; nothing is unpickled here
+import pickle  # only to write what `allow_pickle` lets torch load; nothing is unpickled here
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from milepost.core.box import Box, Shape
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import size_bytes
 from milepost.core.layout import Boxes, Held, Layout, Whole
+from milepost.core.leaves import LeafRule
 from milepost.core.limits import GIB, MAX_DEPTH, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.shardfile import entry_name
-from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.core.tree import Flat, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import CheckpointDamaged, InvalidState, UnsafeCheckpoint
-from milepost.formats.read.files import FileEntry, ForeignFiles, Item, Spot
-from milepost.formats.read.pickles import Opaque
+from milepost.formats.read.files import ForeignFiles
+from milepost.formats.read.pickle_machine import Opaque
+from milepost.formats.read.spots import FileEntry, Item, Spot
 from milepost.state.values import Codec
 from milepost.store import Reader, Store
 
@@ -29,7 +31,7 @@ _SLACK = 100_000
 _SLACK_LETTERS = 16 * MIB
 _LETTERS_PER_BYTE = 16
 _SHARED = 16
-"""How many times as large as its file the tensors of a state may be: those that share memory count each."""
+"""How many times the size of its file the tensors of a state may have. Tensors that share memory count separately."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class PlacedTensor:
 
 @dataclass(frozen=True, slots=True)
 class ForeignState:
-    """What a reader of a format found: the state, and how to get what only pickle can make, by path.
+    """What the reader of a format found: the state, and a function for values that only pickle can make, by path.
 
-    `files` are the names and sizes; `digest` is the same on all ranks that see the same checkpoint.
+    `files` are names and sizes; `digest` is the same on all ranks that see the same checkpoint.
     """
 
     format: str
@@ -78,7 +80,7 @@ class Foreign:
 
 
 def virtual(store: Store, found: ForeignState) -> Foreign:
-    """The checkpoint as one of ours. Raises CheckpointDamaged where tensors have holes, UnsafeCheckpoint beyond limits."""
+    """The checkpoint as Milepost's own. Raises CheckpointDamaged for holes in tensors, UnsafeCheckpoint over limits."""
     flat = _flat(store, found.state)
     slots: list[list[FileEntry]] = [[] for _ in found.files]
     layouts: dict[Layout, int] = {}
@@ -107,30 +109,18 @@ def virtual(store: Store, found: ForeignState) -> Foreign:
     return Foreign(found.format, found.digest, manifest, ForeignFiles(store, manifest, names, slots, found.open))
 
 
+_LEAVES = LeafRule(lambda value: "tensor" if isinstance(value, PlacedTensor) else None)
+
+
 def _flat(store: Store, state: Any) -> Flat:
     codec = Codec()
-    state = state if isinstance(state, dict) or (leaf_kind(state) is None) else {"data": state}
     try:
-        return flatten(state, Rules(leaf_kind, codec.encode, lambda _value, _path: None))
+        state = state if _LEAVES.kind(state) is None else {"data": state}
+        return flatten(state, Rules(_LEAVES.kind, codec.encode, lambda _value, _path: None))
     except TooDeep as error:
         raise UnsafeCheckpoint(f"{store.url}: {str(error)[:1000]}") from None
     except (UnknownContainer, InvalidState) as error:
         raise CheckpointDamaged(f"{store.url}: {str(error)[:1000]}") from None
-
-
-def leaf_kind(value: Any) -> Leaf | None:
-    """What kind of leaf this is, or None for a container, as for a state of ours."""
-    if isinstance(value, PlacedTensor):
-        return "tensor"
-    if isinstance(value, Mapping):
-        return None
-    return None if isinstance(value, (list, tuple)) and _holds_tensor(value) else "value"
-
-
-def _holds_tensor(value: Any) -> bool:
-    if isinstance(value, Mapping):
-        return any(map(_holds_tensor, value.values()))
-    return isinstance(value, PlacedTensor) or (isinstance(value, (list, tuple)) and any(map(_holds_tensor, value)))
 
 
 def _layout(store: Store, key: str, tensor: PlacedTensor) -> Layout:
@@ -148,7 +138,7 @@ def _layout(store: Store, key: str, tensor: PlacedTensor) -> Layout:
 
 
 def _spelled(value: Any, key: str, rescue: Callable[[Path], bytes], path: Path) -> Any:
-    """A value as the codec spells it; what only pickle can make is spelled so that it needs the opt-in."""
+    """A value as the codec encodes it. A value that only pickle can make is encoded so that it needs the opt-in."""
     try:
         return Codec().encode(_plain_dicts(value), key)
     except InvalidState:
@@ -156,37 +146,37 @@ def _spelled(value: Any, key: str, rescue: Callable[[Path], bytes], path: Path) 
 
 
 class Allowance:
-    """How much a checkpoint may hold: about as many objects as it has bytes, and some times as many letters.
+    """How much a checkpoint may hold: about one object for each byte, and a few letters for each byte.
 
-    A pickle can hold one list many times, so that few bytes stand for more objects than there are atoms. Bytes, and the
-    names of dicts, which become parts of each key below, are spelled anew for each place where they stand.
+    A pickle can hold one list many times, so a few bytes can describe more objects than memory can hold. Bytes are
+    encoded once for each occurrence, and so are the names in dicts, which become part of every key below them.
     """
 
     def __init__(self) -> None:
         self._objects, self._letters = _SLACK, _SLACK_LETTERS
 
     def grow(self, size_bytes: int) -> "Allowance":
-        """Allow what so many bytes more can hold."""
+        """Allow what `size_bytes` more bytes can hold."""
         self._objects += size_bytes
         self._letters += _LETTERS_PER_BYTE * size_bytes
         return self
 
     def spend(self, what: str, letters: int) -> None:
-        """Count one object. Raises UnsafeCheckpoint, naming `what`, where they are too many."""
+        """Count one object. Raises UnsafeCheckpoint, naming `what`, when there are too many."""
         self._objects -= 1
         self._letters -= letters
         if self._objects < 0 or self._letters < 0:
             raise UnsafeCheckpoint(f"{what} holds the same things again and again, far more than it has bytes")
 
 
-class Settler:
-    """Goes through an object that came from a pickle, puts something in the place of its tensors, and keeps to limits."""
+class TensorReplacer:
+    """Walks through an object from a pickle within limits, and replaces its tensors."""
 
     def __init__(self, what: str, allowance: Allowance, replace: Callable[[Any], Any]) -> None:
         self._what, self._allowance, self._replace = what, allowance, replace
 
-    def settle(self, value: Any, depth: int = 0, name_letters: int = 0) -> Any:
-        """The same object with its tensors replaced. `name_letters`: how long the key is that it stands under."""
+    def walk(self, value: Any, depth: int = 0, name_letters: int = 0) -> Any:
+        """The same object with its tensors replaced. `name_letters`: the length of its key."""
         self._allowance.spend(self._what, name_letters + _letters(value))
         if depth > MAX_DEPTH:
             raise UnsafeCheckpoint(f"{self._what} holds itself, or is nested too deeply")
@@ -198,15 +188,15 @@ class Settler:
                 empty = defaultdict(value.default_factory)
             for name, item in value.items():
                 letters = len(name) if type(name) is str else len(str(name))
-                empty[name] = self.settle(item, depth + 1, name_letters + letters)
+                empty[name] = self.walk(item, depth + 1, name_letters + letters)
             return empty
         if type(value) in (list, tuple):
-            return type(value)(self.settle(item, depth + 1) for item in value)
+            return type(value)(self.walk(item, depth + 1) for item in value)
         return self._replace(value)
 
 
 def _letters(value: Any) -> int:
-    """How much of a value is spelled anew wherever it stands, or looked at."""
+    """How many letters of a value are encoded or read at each occurrence."""
     if type(value) is str:
         return 0 if value.isascii() else len(value)
     if type(value) is int:
@@ -215,14 +205,14 @@ def _letters(value: Any) -> int:
 
 
 def _can_be_named(value: Any) -> bool:
-    """Whether the name of something in a dict is one that we can spell."""
+    """Whether the codec can encode a key of a dict."""
     if type(value) is tuple:
         return all(map(_can_be_named, value))
     return value is None or type(value) in (str, int, float, bool, bytes, complex)
 
 
 def _plain_dicts(value: Any) -> Any:
-    """A value whose dicts are plain ones, which is all that the codec knows."""
+    """The value with plain dicts, the only dicts that the codec knows."""
     if isinstance(value, dict):
         return {name: _plain_dicts(item) for name, item in value.items()}
     return type(value)(map(_plain_dicts, value)) if type(value) in (list, tuple) else value
@@ -230,7 +220,7 @@ def _plain_dicts(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """Spelled by pickle as a call of one of the functions below."""
+    """Pickled as a call of one of the functions below."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
@@ -240,17 +230,17 @@ class _Call:
 
 
 def rescue_from_bytes(archive: bytes, path: Path) -> bytes:
-    """A pickle that, where the caller allows pickles, gives what stands at `path` in an archive of torch.save."""
+    """A pickle that gives the value at `path` in a torch.save archive, where the caller allows pickles."""
     return pickle.dumps(_Call(unpickled, (archive, path)))
 
 
 def rescue_from_file(name: str, path: Path) -> bytes:
-    """The same for an archive in a file of its own, which is read as a whole then."""
+    """The same for an archive that is a separate file, which is read as a whole."""
     return pickle.dumps(_Call(unpickled, (name, path)))
 
 
 def unpickled(archive: bytes | str, path: Path) -> Any:
-    """What stands at `path` in an archive. Runs the pickle in it: only for callers who allowed that."""
+    """The value at `path` in an archive. Runs the pickle in it: only for callers who allowed that."""
     import torch  # noqa: PLC0415
 
     source = io.BytesIO(archive) if isinstance(archive, bytes) else archive
@@ -261,8 +251,8 @@ def unpickled(archive: bytes | str, path: Path) -> Any:
 
 
 def check_total(what: str, tensors: Iterable[PlacedTensor], file_bytes: int) -> None:
-    """Refuse tensors that are out of all proportion to their files: views of one storage, many times over."""
+    """Refuse tensors that are far larger than their files: many views of one storage."""
     most_bytes = _SHARED * file_bytes + GIB
-    total = sum(Box.whole(t.shape).elements * DTYPES[t.dtype].size_bytes for t in tensors)
+    total = sum(size_bytes(t.dtype, t.shape) for t in tensors)
     if total > most_bytes:
         raise UnsafeCheckpoint(f"the tensors of {what} would take {total} bytes, far more than the file has")

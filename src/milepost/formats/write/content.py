@@ -1,7 +1,7 @@
-"""The bytes of a new file: literal bytes and the elements of tensors, each at a known place, brought together by blocks.
+"""The bytes of a new file: literal bytes and elements of tensors, each at a known position, gathered block by block.
 
-The place of every byte is known before anything is written. So any part of a file can be written by any rank and
-thread, within the memory of its own block, however large a tensor is.
+The position of every byte is known before anything is written. So any rank and any thread can write any part of a
+file within the memory of one block, however large a tensor is.
 """
 
 import zlib
@@ -27,15 +27,20 @@ def bytes_in(data: Data) -> int:
 
 
 class FilePiece(NamedTuple):
-    """Something that lies at `start` of a file. Tensors lie at multiples of their element size."""
+    """Data at position `start` of a file. Tensors start at multiples of their element size."""
 
     start: int
     size_bytes: int
     data: Data
 
+    @classmethod
+    def at(cls, start: int, data: Data) -> "FilePiece":
+        """All of `data`, from `start` on."""
+        return cls(start, bytes_in(data), data)
+
 
 class PieceSum(NamedTuple):
-    """The CRC-32 of bytes `low..low+length` of the piece at `start` of a file; `closed`: what follows it is written."""
+    """The CRC-32 of bytes `low..low+length` of the piece at `start`; `closed`: its descriptor is written already."""
 
     start: int
     low: int
@@ -45,20 +50,20 @@ class PieceSum(NamedTuple):
 
 
 class Summed(Protocol):
-    """A part of a file in which sums of the tensors' bytes stand: behind each, and all of them at the end."""
+    """A part of a file that holds checksums of its tensors: one after each tensor, and all of them at the end."""
 
     base: int
     size_bytes: int
 
     def descriptor(self, start: int, crc: int) -> tuple[int, bytes]:
-        """What follows the tensor that starts there, and where."""
+        """The descriptor of the tensor that starts there, and its position."""
 
     def directory(self, sums: Mapping[int, int]) -> tuple[int, bytes]:
-        """What follows all tensors, whose sums are given by their start, and where."""
+        """The directory, given the checksum of the tensor at each position, and its own position."""
 
 
 class Content:
-    """All of a file but the sums of `archives`, the parts of it that want some. Those lie in order, and hold all tensors."""
+    """A file without its checksums. `archives`, in order, are the parts that need checksums; they hold all tensors."""
 
     def __init__(self, name: str, size_bytes: int, pieces: list[FilePiece], archives: Sequence[Summed] = ()) -> None:
         self.name, self.size_bytes, self.archives = name, size_bytes, archives
@@ -77,7 +82,7 @@ class Content:
         return self.archives[bisect_right(self._bases, start) - 1]
 
     def fill(self, start: int, stop: int, block: Block) -> list[tuple[FilePiece, int, memoryview]]:
-        """Bring bytes start..stop together at the beginning of a block. Gives (piece, low, bytes) of each tensor there."""
+        """Gather bytes start..stop at the beginning of a block. Gives (piece, low, bytes) for each tensor there."""
         fill, tensors = BlockFill(block), []
         for piece in self.between(start, stop):
             low, high = max(start - piece.start, 0), min(stop - piece.start, piece.size_bytes)
@@ -94,7 +99,7 @@ class Content:
 def _sum_up(
     content: Content, start: int, stop: int, block: Block, tensors: list[tuple[FilePiece, int, memoryview]]
 ) -> Iterator[PieceSum]:
-    """Put the sums of a block's tensors where they belong, as far as that is in the block. Gives those that are still needed."""
+    """Put the checksums of a block's tensors into the block where they belong there. Gives those still needed."""
     found: dict[Summed, list[PieceSum]] = {}
     for piece, low, view in tensors:
         archive, crc, closed = content.archive_of(piece.start), zlib.crc32(view), False
@@ -108,7 +113,7 @@ def _sum_up(
 
 
 def _put(block: Block, start: int, stop: int, at: int, data: bytes) -> bool:
-    """Put bytes into a block that holds start..stop of a file, if they lie in it."""
+    """Put bytes into a block that holds start..stop of a file, if they lie inside it."""
     inside = start <= at and at + len(data) <= stop
     if inside:
         block.view[at - start : at - start + len(data)] = data
@@ -123,7 +128,7 @@ def write_range(
     transfer: Transfer,
     meter: Meter,
 ) -> list[PieceSum]:
-    """Write bytes start..stop of a file, in blocks. Gives the sums that could not be put into their place by then."""
+    """Write bytes start..stop of a file, in blocks. Gives the checksums that are not in their place yet."""
     sums: list[PieceSum] = []
     pieces = content.between(start, stop)
     pinned = needs_pinned([piece.data for piece in pieces if isinstance(piece.data, torch.Tensor)])

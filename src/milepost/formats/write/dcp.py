@@ -25,22 +25,19 @@ from torch.distributed.checkpoint.metadata import (
 from milepost.core.box import Box
 from milepost.core.limits import MIB
 from milepost.data.late import LateBox
-from milepost.data.transfer import Meter, Transfer
-from milepost.data.write import committed
-from milepost.formats.write.content import Content, FilePiece, write_range
+from milepost.formats.read.dcp import METADATA
+from milepost.formats.write.content import Content, FilePiece
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.torchfile import TensorStub, archive_of
-from milepost.formats.write.zip import ArchiveLayout, endings
+from milepost.formats.write.zip import ArchiveLayout
 from milepost.state.tensors import torch_dtype
-from milepost.store import Store
 
-METADATA = ".metadata"
 CHUNK_BYTES = 64 * MIB
 _ALIGN = 64
 
 
 class DcpFile:
-    """One data file. `add` says where an item will lie; `write` writes all of them, in one pass, and makes it durable."""
+    """One data file: `add` appends items, and `content` is the file with all of them."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -48,16 +45,15 @@ class DcpFile:
         self._pieces: list[FilePiece] = []
         self._end = 0
 
-    def add(self, data: "torch.Tensor | TensorStub | bytes") -> _StorageInfo:
-        """Put a tensor, or the bytes of a value, behind what is there. The tensor is not copied, and read by `write`."""
+    def add(self, data: TensorStub | bytes) -> _StorageInfo:
+        """Append a tensor, or the bytes of a value. The tensor is read when the file is written."""
         start = -(-self._end // _ALIGN) * _ALIGN  # so that elements are aligned in the file, too
-        self._pieces.append(FilePiece(self._end, start - self._end, bytes(start - self._end)))
+        self._pieces.append(FilePiece.at(self._end, bytes(start - self._end)))
         if isinstance(data, bytes):
-            self._pieces.append(FilePiece(start, len(data), data))
+            self._pieces.append(FilePiece.at(start, data))
             length = len(data)
         else:
-            stored = data if isinstance(data, TensorStub) else TensorStub.of(data, self.name)
-            archive = archive_of(stored, start)
+            archive = archive_of(data, start)
             self._archives.append(archive)
             self._pieces.extend(archive.pieces)
             length = archive.size_bytes
@@ -66,17 +62,8 @@ class DcpFile:
 
     @property
     def content(self) -> Content:
-        """All of it."""
+        """The whole file."""
         return Content(self.name, self._end, self._pieces, self._archives)
-
-    def write(self, store: Store, transfer: Transfer | None = None, meter: Meter | None = None) -> None:
-        """Write the file into a store. On any error nothing of it remains."""
-        transfer, meter = transfer or Transfer(), meter or Meter("save", store.url)
-        with committed(store.writer(self.name, self._end, direct=transfer.direct)) as writer:
-            content = self.content
-            sums = write_range(writer, content, 0, self._end, transfer, meter)
-            for at, data in endings(content, sums):
-                writer.write(at, [data])
 
 
 def bytes_of_value(value: Any) -> bytes:
@@ -89,7 +76,7 @@ def bytes_of_value(value: Any) -> bytes:
 def metadata_bytes(
     items: Mapping[str, Any], places: Mapping[MetadataIndex, _StorageInfo], mapping: Mapping[str, Any], url: str
 ) -> bytes:
-    """The bytes of `.metadata`: what there is, where each piece lies, and how flat keys become a nested state."""
+    """The bytes of `.metadata`: all items, where each piece lies, and how flat keys become a nested state."""
     return pickle.dumps(
         Metadata(
             state_dict_metadata=dict(items),
@@ -99,12 +86,6 @@ def metadata_bytes(
             version=CURRENT_DCP_VERSION,
         )
     )
-
-
-def write_metadata(store: Store, data: bytes) -> None:
-    """Make a directory of data files count: whole and durable or not at all. An older `.metadata` is removed first."""
-    store.delete(METADATA)
-    store.create(METADATA, data)
 
 
 def tensor_record(dtype: str, shape: tuple[int, ...], chunks: Iterable[Box]) -> TensorStorageMetadata:
@@ -127,7 +108,7 @@ def chunks_of(dtype: str, shape: tuple[int, ...], chunk_bytes: int = CHUNK_BYTES
 
 
 def dcp_plan(flat: Mapping[str, Any], mapping: Mapping[str, Any], world: int, url: str) -> FolderPlan:
-    """The files for a flat state, whose tensors are `TensorStub` stand-ins; one data file for each rank, about equally large."""
+    """The files for a flat state with `TensorStub`s for tensors: one data file for each rank, of about equal size."""
     items: dict[str, Any] = {}
     pending: list[tuple[MetadataIndex, TensorStub | bytes, int]] = []
     for key, value in flat.items():

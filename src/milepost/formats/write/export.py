@@ -1,4 +1,4 @@
-"""`milepost.export_safetensors`: the state of a running job as a Hugging Face folder, each rank writing its own bytes."""
+"""`milepost.export_safetensors`: a running job writes its state to a Hugging Face folder, each rank its own bytes."""
 
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -11,23 +11,16 @@ from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
+from milepost.core.shardfile import NewEntry
 from milepost.core.tree import Node
 from milepost.core.wire import Wire
 from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
-from milepost.formats.write.convert import (
-    MAX_SHARD_BYTES,
-    Converted,
-    Rename,
-    choose,
-    local_folder,
-    notes_of,
-    plan_of,
-    within,
-)
-from milepost.formats.write.files import FolderPlan, NewFiles, NewFolder, Sums
-from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
+from milepost.formats.write.chosen import Rename, choose
+from milepost.formats.write.convert import MAX_SHARD_BYTES, Converted, local_folder, within
+from milepost.formats.write.files import FolderAttempt, FolderPlan, NewFiles, Sums
+from milepost.formats.write.huggingface import HfFile, hf_layout, notes_of, plan_of
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe
@@ -41,9 +34,9 @@ if TYPE_CHECKING:
 
 
 class _ExportTerms(msgspec.Struct, frozen=True):
-    """What the coordinator tells: all tensors under their new keys, the old key of each, and the notes of the header."""
+    """What the coordinator announces: all tensors under their new keys, the old key of each, and the header's notes."""
 
-    tensors: list[tuple[str, str, Shape]]
+    tensors: list[NewEntry]
     old: dict[str, str]
     notes: dict[str, str]
 
@@ -52,7 +45,7 @@ _NAMING = Announcement("naming the tensors", Wire(_ExportTerms))
 
 
 class _SlabWrite(NamedTuple):
-    """A slab of a tensor: its memory, and where its file begins to hold the whole tensor."""
+    """A slab of a tensor: its memory, and where the whole tensor starts in its file."""
 
     data: torch.Tensor
     slab: Box
@@ -76,14 +69,14 @@ def export_safetensors(
 ) -> Converted:
     """Write the tensors of a live state to a Hugging Face folder, from every rank of the job, or from one process.
 
-    Every rank writes the bytes that it holds to their place in the final files; nothing is gathered, and there is no
-    second pass. Returns once all files are whole and durable; the folder does not look whole before. Replicas are taken
-    to be equal, and each writes a share. Rows of a tensor that is cut along another dimension than the first are written
-    one by one. Options are as for `convert`.
+    Every rank writes its own bytes to their place in the final files; nothing is gathered, and there is no second pass.
+    Returns once all files are whole and durable; the folder does not look whole before. Replicas are assumed to be
+    equal, and each writes a share. Where a tensor is not cut along its first dimension, its rows are written one by
+    one. Options are as for `convert`.
     """
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
     store = store_at(target)
-    attempt = NewFolder(local_folder(store, "safetensors"), comm, limited, overwrite)
+    attempt = FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     plans = Plans()
     deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
@@ -96,7 +89,7 @@ def export_safetensors(
         return _terms(everything.tree, everything.tensors, described, rename, drop_values)
 
     terms = broadcast(comm, attempt.call, _NAMING, name_tensors)
-    layout = hf_layout([HfTensor(*t) for t in terms.tensors], terms.notes, max_shard_bytes)
+    layout = hf_layout(terms.tensors, terms.notes, max_shard_bytes)
     names = {old: new for new, old in terms.old.items()}
     slabs = [
         (names[tensor.key], tensor.shape, item.box, find_part(described.tensors[tensor.key], item.box))
@@ -119,7 +112,7 @@ def export_safetensors(
 
     attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
     meter.finish()
-    total = sum(HfTensor(*tensor).size_bytes for tensor in terms.tensors)
+    total = sum(tensor.size_bytes for tensor in terms.tensors)
     return Converted(store.url, "safetensors", len(terms.tensors), total)
 
 
@@ -135,13 +128,13 @@ def _terms(
         if not node.key:
             continue
         old = names[node.key]
-        if old in records and records[old].kind in ("tensor", "numpy"):
-            found.append((node.key, records[old].dtype, records[old].shape))
+        if old in records and not records[old].is_bytes:
+            found.append(NewEntry(node.key, records[old].dtype, records[old].shape))
         else:
             values[node.key] = plain_value(codec.decode(saved[old], old)) if old in saved else object()
     if not found:
         raise InvalidRequest("the state holds no tensors")
-    return _ExportTerms(found, {key: names[key] for key, _, _ in found}, notes_of(values, {}, drop_values))
+    return _ExportTerms(found, {tensor.name: names[tensor.name] for tensor in found}, notes_of(values, {}, drop_values))
 
 
 def _write_file(
@@ -180,11 +173,11 @@ def _write_file(
 
 
 def runs_of(box: Box, shape: Shape) -> Iterator[tuple[int, int, int]]:
-    """The runs, in elements, that a box forms in a row-major tensor: (place in the tensor, place in the box, length)."""
+    """The runs of elements that a box forms in a row-major tensor: (start in the tensor, start in the box, length)."""
     inner = len(shape)
     while inner > 0 and box.shape[inner - 1] == shape[inner - 1]:
         inner -= 1
-    # Dimensions from `inner` on are whole; that before them makes each run longer.
+    # Dimensions from `inner` on are whole; the one before them makes each run longer.
     outer = max(inner - 1, 0)
     length = Box((0,) * (len(shape) - outer), box.shape[outer:]).elements
     strides = strides_of(shape)

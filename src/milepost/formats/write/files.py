@@ -1,8 +1,9 @@
-"""New files that ranks write together: made under temporary names, filled in parallel, named when all are whole.
+"""Files that ranks write together: created under temporary names, filled in parallel, renamed when all are whole.
 
-1. Every rank knows the layout of all files; the coordinator compares that, and reserves the files under temporary names.
+1. Every rank works out the layout of all files. The coordinator compares the results and reserves the files under
+   temporary names.
 2. Each rank writes its share of the bytes, and syncs it.
-3. The coordinator writes what depends on all of them, and gives the files their names; the one that makes them count is last.
+3. The coordinator writes what depends on all ranks and renames the files; the file that completes the set is last.
 
 A crash or an error before the last step leaves nothing that looks whole.
 """
@@ -30,7 +31,7 @@ from milepost.store import LocalStore
 from milepost.store.local import LocalWriter
 
 _UNIT = MIB
-"""Ranks share files at multiples of this: each writes whole pages, and goes past the page cache where that is possible."""
+"""Ranks share files at multiples of this, so each writes whole pages, and can bypass the page cache."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 Sums = dict[int, list[PieceSum]]
 """By the number of a file, the sums that a rank could not put into their place."""
@@ -40,10 +41,10 @@ _WRITING = Meeting("writing", Wire(Sums), Wire(NoneType))
 
 @dataclass(frozen=True, slots=True)
 class FolderPlan:
-    """All files to write into a folder. `last` are small ones that are named last, in this order.
+    """All files to write into a folder. `last` are small files that are renamed last, in this order.
 
-    `owns` says which names in the folder belong to a target of this kind: these count as "already there", and are
-    removed when they are replaced. `markers` are those without which nobody takes the rest for whole.
+    `owns` tells which names in the folder belong to a target of this kind. Such files count as "already there", and
+    are removed when the target is replaced. `markers` are files without which no reader accepts the rest as whole.
     """
 
     files: Sequence[Content]
@@ -75,7 +76,7 @@ class NewFiles:
         self._store = LocalStore(folder)
 
     def temporary(self, name: str) -> str:
-        """What a file is called until all are whole."""
+        """The name of a file until all files are whole."""
         return f".{name}.{self._token}.tmp"
 
     def reserve(self, name: str, size_bytes: int) -> None:
@@ -138,7 +139,7 @@ class NewFiles:
 
 
 def owned(folder: Path, owns: Callable[[str], bool]) -> tuple[set[str], set[str]]:
-    """The files in a folder that belong to a target of some kind, and what unfinished attempts at one left."""
+    """The files in a folder that belong to a target of this kind, and the leftovers of unfinished attempts."""
     names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
     left = {name for name in names if (match := _TEMPORARY.fullmatch(name)) and owns(match[1])}
     return {name for name in names if owns(name)} - left, left
@@ -151,8 +152,8 @@ def refuse_existing(where: str, old: set[str], overwrite: bool) -> None:
         raise InvalidRequest(f"there is something at {where} already ({shown}); pass overwrite=True to replace it")
 
 
-class NewFolder:
-    """One conversion into a folder, on one rank: meets the others, and cleans up after an error."""
+class FolderAttempt:
+    """One rank's part of writing a folder together: it meets the other ranks, and cleans up after an error."""
 
     def __init__(self, folder: Path, comm: Comm, transfer: Transfer, overwrite: bool) -> None:
         self.folder, self.comm, self.transfer, self.overwrite = folder, comm, transfer, overwrite
@@ -224,7 +225,7 @@ class NewFolder:
 Finish = Callable[[NewFiles, FolderPlan, list[Sums]], None]
 
 
-def write_together(attempt: NewFolder, plan: Callable[[], FolderPlan], meter: Meter) -> None:
+def write_together(attempt: FolderAttempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 
@@ -243,7 +244,7 @@ def write_together(attempt: NewFolder, plan: Callable[[], FolderPlan], meter: Me
 
 
 def write_endings(files: NewFiles, plan: FolderPlan, brought: list[Sums]) -> None:
-    """On the coordinator: write what depends on the sums that all ranks brought."""
+    """On the coordinator: write what depends on the checksums of all ranks."""
     sums: Sums = {}
     for one in brought:
         for number, parts in one.items():

@@ -1,44 +1,30 @@
-"""Hugging Face folders: safetensors files of limited size and an index. Headers follow from names, types and shapes alone."""
+"""Hugging Face folders: safetensors files of limited size and an index. Names, types and shapes determine headers."""
 
 import json
 import math
-import re
 import struct
 from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
-from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES
-from milepost.core.shardfile import count_entries
+from milepost.core.shardfile import NOTES, NewEntry, count_entries
 from milepost.errors import InvalidRequest
+from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE
+from milepost.formats.write.content import Content, Data, FilePiece
+from milepost.formats.write.files import FolderPlan
+from milepost.formats.write.torchfile import plain_value
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_NOTES = "__metadata__"
-_OURS = re.compile(r"model(-[0-9]{5,}-of-[0-9]{5,})?\.safetensors")
+_LISTED = 50
 # The order of the safetensors library itself: widest first, so that each entry is aligned without padding.
 _ORDER = (
     *("U64", "I64", "F64", "C64", "F32", "U32", "I32", "BF16", "F16", "U16", "I16"),
     *("F8_E5M2FNUZ", "F8_E4M3FNUZ", "F8_E8M0", "F8_E4M3", "F8_E5M2", "I8", "U8", "F4", "BOOL"),
 )
-# Shard files of our own store these as plain bytes, for old readers; here they have their names.
+# Milepost's shard files store these as plain bytes, for old readers; here they have their names.
 _NAMES = {"float8_e4m3fnuz": "F8_E4M3FNUZ", "float8_e5m2fnuz": "F8_E5M2FNUZ", "float4_e2m1fn_x2": "F4"}
-
-
-class HfTensor(NamedTuple):
-    """A tensor to write: its key, dtype (torch's name) and shape."""
-
-    key: str
-    dtype: str
-    shape: Shape
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it takes."""
-        return math.prod(self.shape) * DTYPES[self.dtype].size_bytes
 
 
 class HfFile(NamedTuple):
@@ -59,18 +45,18 @@ class HfLayout(NamedTuple):
 
 def owns(name: str) -> bool:
     """Whether a name in a folder is one that an export writes."""
-    return name == INDEX or _OURS.fullmatch(name) is not None
+    return name in (INDEX, SINGLE) or NUMBERED.fullmatch(name) is not None
 
 
-def hf_layout(tensors: Iterable[HfTensor], notes: Mapping[str, str], max_shard_bytes: int) -> HfLayout:
+def hf_layout(tensors: Iterable[NewEntry], notes: Mapping[str, str], max_shard_bytes: int) -> HfLayout:
     """Where each byte goes. Pure. Raises InvalidRequest, listing all tensors that safetensors cannot hold.
 
-    Files are filled in the order given, up to `max_shard_bytes`; a larger tensor has a file to itself. The notes are
-    in the first file.
+    Files are filled in the given order, up to `max_shard_bytes`; a larger tensor gets a file of its own. The first file
+    holds the notes.
     """
     order = list(tensors)
     _refuse(order)
-    groups: list[list[HfTensor]] = [[]]
+    groups: list[list[NewEntry]] = [[]]
     room = max_shard_bytes
     for tensor in order:
         if groups[-1] and tensor.size_bytes > room:
@@ -83,20 +69,21 @@ def hf_layout(tensors: Iterable[HfTensor], notes: Mapping[str, str], max_shard_b
         return HfLayout([_file(SINGLE, groups[0], notes)], None)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
     files = [_file(names[i], group, notes if i == 0 else {}) for i, group in enumerate(groups)]
-    weight_map = {tensor.key: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
     total = sum(tensor.size_bytes for tensor in order)
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     return HfLayout(files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
 
 
-def _refuse(tensors: list[HfTensor]) -> None:
+def _refuse(tensors: list[NewEntry]) -> None:
     problems = [
-        f"{t.key!r} is {t.dtype}" for t in tensors if DTYPES[t.dtype].inner or (_type(t.dtype) == "F4" and not t.shape)
-    ] + [f"{t.key!r} is a reserved name" for t in tensors if t.key == _NOTES]
+        f"{t.name!r} is {t.dtype}" for t in tensors if DTYPES[t.dtype].inner or (_type(t.dtype) == "F4" and not t.shape)
+    ] + [f"{t.name!r} is a reserved name" for t in tensors if t.name == NOTES]
     if problems:
-        listed = "\n  ".join(problems[:50])
+        listed = "\n  ".join(problems[:_LISTED])
         raise InvalidRequest(
-            f"safetensors cannot hold {len(problems)} of the tensors:\n  {listed}\nLeave them out: rename={{key: None}}."
+            f"safetensors cannot hold {len(problems)} of the tensors:\n  {listed}\n"
+            "Leave them out: rename={key: None}."
         )
 
 
@@ -104,16 +91,16 @@ def _type(dtype: str) -> str:
     return _NAMES.get(dtype, DTYPES[dtype].stored_as)
 
 
-def _file(name: str, tensors: list[HfTensor], notes: Mapping[str, str]) -> HfFile:
-    record: dict[str, object] = {_NOTES: {"format": "pt", **notes}}
+def _file(name: str, tensors: list[NewEntry], notes: Mapping[str, str]) -> HfFile:
+    record: dict[str, object] = {NOTES: {"format": "pt", **notes}}
     starts, position = {}, 0
-    for tensor in sorted(tensors, key=lambda t: (_ORDER.index(_type(t.dtype)), t.key)):
+    for tensor in sorted(tensors, key=lambda t: (_ORDER.index(_type(t.dtype)), t.name)):
         kind, shape = _type(tensor.dtype), tensor.shape
         if kind == "F4":  # torch counts bytes of two numbers each, safetensors the numbers
             shape = (*shape[:-1], 2 * shape[-1])
         end = position + tensor.size_bytes
-        record[tensor.key] = {"dtype": kind, "shape": shape, "data_offsets": (position, end)}
-        starts[tensor.key], position = position, end
+        record[tensor.name] = {"dtype": kind, "shape": shape, "data_offsets": (position, end)}
+        starts[tensor.name], position = position, end
     text = msgspec.json.encode(record)
     if count_entries(text) > MAX_ENTRIES:
         raise InvalidRequest(
@@ -125,3 +112,43 @@ def _file(name: str, tensors: list[HfTensor], notes: Mapping[str, str]) -> HfFil
         raise InvalidRequest(f"{name} would have a header of {length} bytes, over {MAX_HEADER_BYTES}")
     head = struct.pack("<Q", length) + text.ljust(length)
     return HfFile(name, head, len(head) + position, {key: len(head) + start for key, start in starts.items()})
+
+
+def notes_of(values: Mapping[str, Any], metadata: Mapping[str, Any], drop_values: bool) -> dict[str, str]:
+    """Values as strings for the header: text as it is, the rest as JSON. Raises InvalidRequest for other values."""
+    notes, problems = {}, []
+    for key, value in {**{k: plain_value(v) for k, v in metadata.items()}, **values}.items():
+        if key == "format":  # what the format itself says there
+            continue
+        if _fits_json(value):
+            notes[key] = value if isinstance(value, str) else json.dumps(value)
+        elif not drop_values:
+            problems.append(f"{key!r} ({type(value).__name__})")
+    if problems:
+        raise InvalidRequest(
+            f"safetensors holds tensors and text, and {len(problems)} values are neither:\n  "
+            + "\n  ".join(problems[:_LISTED])
+            + "\nPass drop_values=True, or leave them out: rename={key: None}."
+        )
+    return notes
+
+
+def _fits_json(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_fits_json, value))
+    if isinstance(value, dict):
+        return all(type(key) is str for key in value) and all(map(_fits_json, value.values()))
+    if type(value) is str:
+        return value.isascii() or value == value.encode("utf-8", "replace").decode()
+    return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
+
+
+def plan_of(layout: HfLayout, data: Mapping[str, Data]) -> FolderPlan:
+    """The plan for safetensors files: their headers, and the data of each key."""
+    files = []
+    for file in layout.files:
+        pieces = [FilePiece.at(0, file.head)]
+        pieces += [FilePiece.at(start, data[key]) for key, start in file.starts.items() if key in data]
+        files.append(Content(file.name, file.size_bytes, pieces))
+    last = [] if layout.index_json is None else [(INDEX, layout.index_json)]
+    return FolderPlan(files, last, owns, [INDEX])

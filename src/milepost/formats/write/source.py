@@ -1,4 +1,4 @@
-"""Where converted tensors come from: the files of a checkpoint, of our format or another."""
+"""Where converted tensors come from: the files of a checkpoint, in Milepost's format or another."""
 
 import contextlib
 import threading
@@ -18,7 +18,7 @@ from milepost.state.tensors import new_tensor
 
 
 class _OneAtATime(Files):
-    """The same files, for several threads: they are opened by one at a time."""
+    """The same files for several threads, which open them one at a time."""
 
     def __init__(self, files: Files) -> None:
         self._files, self.manifest = files, files.manifest
@@ -40,17 +40,17 @@ class _OneAtATime(Files):
 
 
 class FilesReader:
-    """Reads boxes of tensors straight to where they are wanted, verified as a load does.
+    """Reads boxes of tensors straight into their targets, and verifies them as a load does.
 
-    Files of other libraries are read by one thread at a time: they find out where an entry lies on the way, and a sum
-    that becomes known between the reading and the check of its neighbour would be compared with bytes that were not read.
+    One thread at a time reads files of other libraries. They look up entries as they read, and each lookup adds a
+    checksum. One that were added between the read and the check of its neighbour would be compared with unread bytes.
     """
 
     def __init__(self, files: Files, transfer: Transfer) -> None:
         self._turn = contextlib.nullcontext() if files.manifest.format == FORMAT else threading.Lock()
         self._files, self._manifest = _OneAtATime(files), files.manifest
         self._tensors = {tensor.key: tensor for tensor in files.manifest.tensors}
-        # One block more than is asked for at once: what is asked for does not begin where a checksum does.
+        # One block more than a request asks for, because requests do not start at block boundaries.
         self._transfer = Transfer(1, transfer.block_bytes + BLOCK_BYTES, transfer.direct)
         self._restoring = threading.Lock()
         self._restored: tuple[str, torch.Tensor] | None = None
@@ -74,7 +74,7 @@ class FilesReader:
             place_all(self._files, placements, self._transfer)
 
     def _copy_restored(self, want: Wanted) -> None:
-        """A part of a tensor whose bytes were transformed. Such a tensor is restored whole, and kept until the next."""
+        """Copy a part of a transformed tensor. Such a tensor is restored as a whole, and kept until the next one."""
         with self._restoring:
             if self._restored is None or self._restored[0] != want.key:
                 self._restored = None

@@ -1,4 +1,4 @@
-"""One file of `torch.save`, written as a stream: the pickle is made from stand-ins, and the tensors follow block by block."""
+"""A file of `torch.save`, written as a stream: first the pickle, made from stand-ins, then the tensors in blocks."""
 
 import io
 import pickle
@@ -13,31 +13,19 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.tree import is_namedtuple
 from milepost.data.late import LateBox, LateReader
 from milepost.errors import InvalidRequest
+from milepost.formats.read.content import STORAGES
 from milepost.formats.write.content import Content, Data
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.zip import ArchiveLayout
 from milepost.state.tensors import check_plain, dtype_name, from_numpy, torch_dtype
 
 _PROTOCOL = 2  # as torch.save
-# Torch's older types have storage classes of their own; the rest travels as bytes, with the dtype beside it.
-_CLASSES = {
-    "float64": "DoubleStorage",
-    "float32": "FloatStorage",
-    "float16": "HalfStorage",
-    "bfloat16": "BFloat16Storage",
-    "int64": "LongStorage",
-    "int32": "IntStorage",
-    "int16": "ShortStorage",
-    "int8": "CharStorage",
-    "uint8": "ByteStorage",
-    "bool": "BoolStorage",
-    "complex64": "ComplexFloatStorage",
-    "complex128": "ComplexDoubleStorage",
-}
+# Torch's older types have storage classes of their own; newer types are stored as bytes, with the dtype beside them.
+_CLASSES = {dtype: name for name, dtype in STORAGES.items() if name != "UntypedStorage"}
 
 
 class TensorStub:
-    """Stands for a tensor whose bytes are written as a storage of their own."""
+    """A stand-in for a tensor whose bytes are written as a separate storage."""
 
     def __init__(self, dtype: str, shape: Shape, data: Data) -> None:
         self.dtype, self.shape, self.data = dtype, shape, data
@@ -61,7 +49,7 @@ class _StorageStub(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Writes what torch's own pickler would, for stand-ins."""
+    """Writes for stand-ins what torch's own pickler writes for tensors."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=_PROTOCOL)
@@ -80,7 +68,7 @@ class _Pickler(pickle.Pickler):
         return self._rebuilt(obj) if isinstance(obj, TensorStub) else NotImplemented
 
     def _rebuilt(self, stored: TensorStub) -> Any:
-        """How torch puts such a tensor together again."""
+        """The call that rebuilds such a tensor in torch."""
         box, known = Box.whole(stored.shape), _CLASSES.get(stored.dtype)
         size = DTYPES[stored.dtype].size_bytes
         kind = getattr(torch, known) if known else torch.UntypedStorage
@@ -94,7 +82,7 @@ class _Pickler(pickle.Pickler):
 
 
 def _strides(shape: Shape) -> Shape:
-    """Strides as torch gives them: a dimension without elements counts as one."""
+    """Strides as torch computes them: an empty dimension counts as one."""
     strides, step = [], 1
     for length in reversed(shape):
         strides.append(step)

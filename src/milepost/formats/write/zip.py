@@ -1,8 +1,8 @@
-"""The archives of `torch.save`: a zip file in torch's own layout, whose every offset is known before any data.
+"""The archives of `torch.save`: zip files in torch's own layout. Every offset is known before any data is.
 
-Each record is stored as it is, begins at a multiple of 64 bytes, and is followed by a descriptor with its CRC-32.
-Descriptors and directory are the only bytes that depend on the data; they are written when the sums are known: with
-the data, where all of it is in one block, else at the end.
+Each record is stored uncompressed, starts at a multiple of 64 bytes, and is followed by a descriptor with its CRC-32.
+Only descriptors and directory depend on the data. They are written when the checksums are known: with the data where
+one block holds all of it, else at the end.
 """
 
 import struct
@@ -25,7 +25,7 @@ _SUMMED, _UTF8 = 0x0008, 0x0800
 
 
 class ArchiveRecord(NamedTuple):
-    """One record: where its header and its data begin, counted from the start of the archive."""
+    """One record: where its header and its data start, counted from the start of the archive."""
 
     name: bytes
     header_at: int
@@ -68,8 +68,8 @@ class ArchiveLayout:
         self._add(".data/serialization_id", self._identity(pickled))
         if len(self._records) > MAX_ENTRIES:
             raise InvalidRequest(
-                f"an archive of torch.save would have {len(self._records)} records, and its readers accept {MAX_ENTRIES}. "
-                "Leave tensors out (rename={key: None}), or write another format."
+                f"an archive of torch.save would have {len(self._records)} records, and its readers accept "
+                f"{MAX_ENTRIES}. Leave tensors out (rename={{key: None}}), or write another format."
             )
         self._directory_at = self._records[-1].end
         end = self._directory([known or 0 for known in self._known])
@@ -100,20 +100,20 @@ class ArchiveLayout:
         self._known.append(None)
         self._storages[self.base + record.data_at] = record
         self._put_text(record.data_at)
-        self.pieces.append(FilePiece(self.base + record.data_at, record.size_bytes, data))
+        self.pieces.append(FilePiece.at(self.base + record.data_at, data))
 
     def _put_text(self, end: int) -> None:
         """Close the run of literal bytes that ends here."""
-        self.pieces.append(FilePiece(self.base + end - len(self._text), len(self._text), bytes(self._text)))
+        self.pieces.append(FilePiece.at(self.base + end - len(self._text), bytes(self._text)))
         self._text.clear()
 
     def descriptor(self, start: int, crc: int) -> tuple[int, bytes]:
-        """What follows the storage that starts at this place of the file, and where."""
+        """The descriptor of the storage that starts at this position of the file, and its own position."""
         record = self._storages[start]
         return start + record.size_bytes, _descriptor(record, crc)
 
     def directory(self, sums: Mapping[int, int]) -> tuple[int, bytes]:
-        """What the archive ends with, given the CRC of the storage at each place, and where."""
+        """The end of the archive, given the CRC of the storage at each position, and its own position."""
         crcs = [
             sums[self.base + record.data_at] if known is None else known
             for record, known in zip(self._records, self._known, strict=True)
@@ -170,7 +170,7 @@ def _listed(record: ArchiveRecord, crc: int) -> bytes:
 
 
 def endings(content: Content, sums: Iterable[PieceSum]) -> Iterator[tuple[int, bytes]]:
-    """What is to be written last, each with its place in the file, from the sums that all parts of it brought."""
+    """What to write last, each with its position in the file, from the checksums of all parts of it."""
     found: dict[Summed, dict[int, int]] = {}
     closed = set()
     for part in sorted(sums):
