@@ -89,6 +89,6 @@ def preload() -> None:
             "torch.distributed",
             "torch.distributed.tensor",
             "milepost.api",
-            "ranks",
+            "tests.ranks",
         ]
     )

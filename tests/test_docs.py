@@ -42,6 +42,7 @@ def test_every_link_leads_somewhere():
         *(ROOT / "docs").rglob("*.md"),
         ROOT / "attacks" / "README.md",
         ROOT / "benchmarks" / "README.md",
+        ROOT / "faults" / "README.md",
     ]:
         for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
             if "://" not in target:
@@ -50,5 +51,5 @@ def test_every_link_leads_somewhere():
 
 def test_the_test_files_that_the_pages_name_exist():
     for page in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]:
-        for name in re.findall(r"`((?:tests|src|attacks|benchmarks|examples)/[\w/.]+)`", page.read_text()):
+        for name in re.findall(r"`((?:tests|src|attacks|benchmarks|faults|examples)/[\w/.]+)`", page.read_text()):
             assert (ROOT / name).exists(), f"{page.name} names {name}"

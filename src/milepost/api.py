@@ -12,8 +12,7 @@ from milepost.background.writing import Then
 from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.distributed import ranks_of
 from milepost.loading.options import ExplainKeywords, LoadKeywords, make_explain_options, make_load_options
-from milepost.loading.pipeline import explain_state, load_state
-from milepost.loading.refusal import refuse_load
+from milepost.loading.pipeline import explain_state, load_state, refuse_load
 from milepost.loading.report import LoadReport
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route

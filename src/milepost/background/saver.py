@@ -19,9 +19,10 @@ from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.save_thread import run_in_thread
 from milepost.background.staging import Owned, Stager, Staging, Way
 from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Comm, Phase, together, told
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, together
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
+from milepost.core.wire import Wire
 from milepost.errors import InvalidRequest, SaveInFlight
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
@@ -38,7 +39,7 @@ Background = Literal["thread", "process"]
 WhenBusy = Literal["wait", "refuse"]
 T = TypeVar("T")
 _WAYS = ("auto", "host", "device", "overlap")
-_BUSY = b"busy"
+_ASKING = Announcement("asking whether a save is under way", Wire(bool))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +109,7 @@ class AsyncSaver:
             raise InvalidRequest(f"staging_bytes is not negative, as {staging_bytes} is")
         ranks = ranks_of(process_group, timeout_s)
         # Apart from the calls in front. The process group is not kept: it may be destroyed before this saver is closed.
-        self._comm, self._asking = ranks.aside(), ranks.aside()
+        self._comm, self._asking = ranks.secondary(), ranks.secondary()
         in_process = background == "process"
         self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
         self._processes = (
@@ -207,11 +208,10 @@ class AsyncSaver:
         """
         self.wait()
 
-        def make_memory() -> bytes:
+        def make_memory() -> None:
             self._stager.prewarm(_describing(state, make_options(**options))(self._comm))
-            return b""
 
-        together(self._comm, Phase("saving in", "the background", "prewarming"), make_memory)
+        together(self._comm, Call("saving in", "the background"), "prewarming", make_memory)
         if self._processes is not None:
             self._processes.prewarm()
 
@@ -376,12 +376,10 @@ class AsyncSaver:
         """Wait until no save is under way, or refuse, on all ranks. Gives an error that the caller did not ask for."""
         self.check_open()
         last = self._current
-        if self._when_busy == "refuse":
-            phase = Phase("saving to", url, "asking whether a save is under way")
-            answer = told(self._asking, phase, lambda: _BUSY if last is not None and last.under_way else b"")
-            if answer == _BUSY:
-                earlier = last.url if last is not None else "another place"
-                raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
+        refuses, call = self._when_busy == "refuse", Call("saving to", url)
+        if refuses and broadcast(self._asking, call, _ASKING, lambda: last is not None and last.under_way):
+            earlier = last.url if last is not None else "another place"
+            raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
         return self.take_error()
 
     def check_open(self) -> None:

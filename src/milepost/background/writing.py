@@ -2,11 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 
 from milepost.background.pending import PendingSave
 from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Staging
-from milepost.comm import Comm, Phase, together
+from milepost.comm import Call, Comm, together
 from milepost.data.transfer import check_cancelled
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
@@ -74,10 +75,4 @@ def after_commit(comm: Comm, url: str, then: Then | None) -> None:
     """Call `then` on every rank. An error on one rank is raised on all."""
     if then is None:
         return
-    call = then
-
-    def work() -> bytes:
-        call(comm)
-        return b""
-
-    together(comm, Phase("saving to", url, "finishing"), work)
+    together(comm, Call("saving to", url), "finishing", partial(then, comm))

@@ -13,7 +13,7 @@ from milepost.core.manifest import Value
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Leaf, nodes_of
-from milepost.data.memory import LateTensor
+from milepost.data.late import LateTensor
 from milepost.errors import CheckpointError, InvalidState
 from milepost.planning.default import DefaultSavePlanner
 from milepost.planning.items import box_of

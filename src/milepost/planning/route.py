@@ -87,7 +87,7 @@ def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[Ch
     if not isinstance(writer, CheckpointWriter) or not _keeps(writer, CheckpointWriter, _WRITER_STEPS):
         return False
     default = _keeps(planner, DefaultSavePlanner, _PLANNER_STEPS)
-    return default and not planner.dedup_save_to_lowest_rank and not writer.extensions
+    return default and not planner.dedup_save_to_lowest_rank and not writer.transforms
 
 
 def _keeps(value: object, base: type, names: tuple[str, ...]) -> bool:

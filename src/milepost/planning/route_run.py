@@ -4,9 +4,8 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import msgspec
-
-from milepost.comm import Comm, Phase, told
+from milepost.comm import Announcement, Call, Comm, broadcast
+from milepost.core.wire import Wire
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.local_plan import save_by_local_plans
 from milepost.planning.protocol_run import MakeState, load_planned, place_of, save_planned
@@ -17,8 +16,7 @@ from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 from milepost.store import Location
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_SUMMARIES = msgspec.msgpack.Decoder(tuple[int, str, int])
+_ENDING = Announcement("ending", Wire(tuple[int, str, int]))
 
 
 def writer_at(path: Location, options: SaveOptions) -> CheckpointWriter:
@@ -48,20 +46,20 @@ def save_with_planner(
 def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm) -> Receipt:
     writer = chosen.writer
     metadata = save_planned(state, writer, chosen.planner, comm)
-    packed = told(comm, Phase("saving to", place_of(writer), "telling"), lambda: _summary(chosen, metadata))
-    generation, save_id, size = _SUMMARIES.decode(packed)
+    call = Call("saving to", place_of(writer))
+    generation, save_id, size = broadcast(comm, call, _ENDING, lambda: _summary(chosen, metadata))
     return Receipt(place_of(writer), generation, save_id, comm.size, size)
 
 
-def _summary(chosen: GlobalPlanner, metadata: Metadata | None) -> bytes:
+def _summary(chosen: GlobalPlanner, metadata: Metadata | None) -> tuple[int, str, int]:
     """On the coordinator: the generation, the id of the save, and the bytes of all tensors."""
     entries = metadata.state_dict_metadata.values() if metadata else ()
     tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
     size = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
     writer = chosen.writer
     if isinstance(writer, CheckpointWriter):
-        return msgspec.msgpack.encode((writer.generation, writer.save_id, size))
-    return msgspec.msgpack.encode((0, "", size))
+        return writer.generation, writer.save_id, size
+    return 0, "", size
 
 
 def load_with_planner(state: MakeState, apply: Callable[[], None], reader: Any, planner: Any, comm: Comm) -> None:

@@ -5,22 +5,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from milepost.background.pending import PendingSave
 from milepost.background.process.client import Link
 from milepost.background.process.messages import LEFT, Order, Ranks
-from milepost.comm import BoardComm, Comm, Phase, depart, together
+from milepost.comm import Announcement, BoardComm, Call, Comm, broadcast, depart, together
 from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
+from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, WriterDied
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 from milepost.state.values import Codec
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_ADDRESSES = msgspec.msgpack.Decoder(tuple[str, int])
+_STARTING = Announcement("starting the writing processes", Wire(tuple[str, int]))
 
 
 class Writers:
@@ -45,24 +43,20 @@ class Writers:
         if comm.size == 1:
             self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
             return
-        phase = Phase("saving in", "the background", "starting the writing processes")
-        packed = together(comm, phase, lambda: self._start(comm, own_address), lambda notes: notes[comm.coordinator])
-        address = _ADDRESSES.decode(packed)
-        together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
+        call = Call("saving in", "the background")
+        address = broadcast(comm, call, _STARTING, lambda: self._start(comm, own_address))
+        together(comm, call, "connecting the writing processes", lambda: self._connect(comm, address))
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
         self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.coordinator)
 
-    def _start(self, comm: Comm, own_address: str) -> bytes:
-        if comm.rank != comm.coordinator:
-            return b""
+    def _start(self, comm: Comm, own_address: str) -> tuple[str, int]:
         port = self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, None))
-        return msgspec.msgpack.encode((own_address, port))
+        return own_address, port
 
-    def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
+    def _connect(self, comm: Comm, address: tuple[str, int]) -> None:
         if comm.rank != comm.coordinator:
             self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, address))
-        return b""
 
     def share(self, handle: int, size_bytes: int, version: int) -> None:
         """Let the process map this memory in place of the memory it had. If it is dead, the other ranks hear of it."""

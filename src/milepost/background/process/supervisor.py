@@ -3,8 +3,11 @@
 from milepost.background.process.client import Link, start
 from milepost.background.process.peers import Writers
 from milepost.background.staging.arena import Arena
-from milepost.comm import Comm, Phase, told
+from milepost.comm import Announcement, Call, Comm, broadcast
+from milepost.core.wire import Wire
 from milepost.errors import WriterDied
+
+_CHOOSING = Announcement("choosing the writing processes", Wire(int))
 
 
 class WriterSupervisor:
@@ -45,9 +48,8 @@ class WriterSupervisor:
         Raises WriterDied if only this rank has lost its process.
         """
         mine = self._starts if self.writers is not None else self._starts + 1
-        phase = Phase("saving to", url, "choosing the writing processes")
         try:
-            chosen = int(told(self._comm, phase, lambda: str(mine).encode()))
+            chosen = broadcast(self._comm, Call("saving to", url), _CHOOSING, lambda: mine)
         except BaseException:
             self.stop(broken=True)  # the processes of other ranks may be waiting for this save already
             raise

@@ -1,23 +1,24 @@
 """How every function of this package saves and loads."""
 
-import pickle
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from milepost.comm import TIMEOUT_S, Comm, Phase, told
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast
 from milepost.comm.base import Solo
 from milepost.comm.distributed import ranks_of
 from milepost.dcp._engine.saved_metadata import SavedMetadata, metadata_at
 from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.errors import RanksDisagree
 from milepost.planning.local_plan import save_by_local_plans
-from milepost.planning.protocol_run import MakeState, place_of, save_planned
+from milepost.planning.protocol_run import MakeState, Pickles, place_of, save_planned
 from milepost.planning.records import Metadata
 from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
 from milepost.planning.route_run import load_with_planner
 from milepost.saving.options import make_options
+
+_ENDING = Announcement("ending", Pickles())
 
 
 def comm_of(process_group: Any, no_dist: bool, coordinator_rank: int = 0) -> Comm:
@@ -64,8 +65,7 @@ def _save_of_the_lowest(state: MakeState, chosen: NoPlanner | LocalPlanner, comm
 
 def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm) -> Metadata:
     made = save_planned(state, chosen.writer, chosen.planner, comm)
-    packed = told(comm, Phase("saving to", place_of(chosen.writer), "telling"), lambda: pickle.dumps(made))
-    metadata: Metadata = pickle.loads(packed)  # noqa: S301  # from a rank of this job
+    metadata = broadcast(comm, Call("saving to", place_of(chosen.writer)), _ENDING, lambda: made)
     return metadata if made is None else made
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cached_property, partial
 from typing import Any
 
-from milepost.commit.publish import parse, read_manifest
+from milepost.commit.find import parse, read_manifest
 from milepost.errors import CheckpointNotFound
 from milepost.planning.manifest_bridge import expand
 from milepost.planning.records import Metadata, StorageMeta

@@ -1,0 +1,57 @@
+"""Durable: everything is synced before the commit that names it. Bounded: little memory beyond the state."""
+
+import os
+import subprocess
+import sys
+
+import torch
+
+import milepost
+
+
+def test_every_file_and_folder_is_synced_before_the_manifest_that_names_it(tmp_path, monkeypatch):
+    calls = []
+    fsync, link = os.fsync, os.link
+
+    def record_sync(handle):
+        calls.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+        fsync(handle)
+
+    def record_link(source, target, **options):
+        calls.append(("link", str(target)))
+        link(source, target, **options)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(os, "link", record_link)
+    place = tmp_path / "runs" / "step-1"
+    for generation in (1, 2):
+        calls.clear()
+        save_id = milepost.save({"t": torch.ones(3)}, place).save_id
+        commit = calls.index(("link", str(place / f"manifest-{generation:08d}.json")))
+        before = [path for verb, path in calls[:commit] if verb == "sync"]
+        data = place / "data" / save_id
+        for path in (data / "00000.safetensors", data, place / "data", place, place.parent):
+            assert str(path) in before, path
+        assert any(path.startswith(str(place / "manifest-")) for path in before), "the manifest's own bytes"
+        assert before.index(str(data / "00000.safetensors")) < before.index(str(data))
+        assert ("sync", str(place)) in calls[commit:], "the commit itself"
+
+
+def test_memory_stays_small_for_tensors_that_must_be_copied(tmp_path):
+    program = """
+import torch, milepost
+def peak():
+    return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) // 1024
+state = {"t": torch.ones(8192, 16384).t()}
+target = {"t": torch.ones(16384, 8192)}
+milepost.save({"t": torch.ones(1)}, "warm")
+open("/proc/self/clear_refs", "w").write("5")
+before = peak()
+milepost.save(state, "step")
+milepost.load(target, "step")
+print(peak() - before)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert int(done.stdout) < 256, "MiB, for a state of 512 that is not contiguous"
