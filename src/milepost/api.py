@@ -235,7 +235,7 @@ def _shared_saver(background: Background, group: Any, timeout_s: float, path: Lo
 
 
 def _checked(make: Callable[..., T], options: Any, comm: Comm) -> tuple[T, Exception | None]:
-    """The options as a record; or the default ones, and what is wrong with these, which the other ranks have to hear."""
+    """The options as a record; or the default ones, and the error, which the other ranks have to hear."""
     try:
         return make(**options), None
     except Exception as error:

@@ -142,9 +142,9 @@ class AsyncSaver:
         `planner`, `storage_writer`: as for `milepost.save`; other kinds than the default ones get a copy of the state
         dict, in a thread.
 
-        Raises the error of an earlier save that the caller did not ask for; then nothing is saved. Raises InvalidRequest
-        for a wrong option; the other ranks get it from `result()`. All other errors are in `result()`, the same on
-        every rank; in a job of one process, a state that cannot be saved is refused here.
+        Raises the error of an earlier save that the caller did not ask for; then nothing is saved. Raises
+        InvalidRequest for a wrong option; the other ranks get it from `result()`. All other errors are in `result()`,
+        the same on every rank; in a job of one process, a state that cannot be saved is refused here.
         """
         wrong: Exception | None = None
         try:
@@ -294,7 +294,7 @@ class AsyncSaver:
         *,
         refused: BaseException | None = None,
     ) -> PendingSave:
-        """Begin a save. Returns when the caller may go on. Raises an earlier save's error, and `refused`, on all ranks."""
+        """Begin a save. Returns when the caller may go on. Raises an earlier error, or `refused`, on all ranks."""
         store = b""
         if self._background == "process":
             try:
@@ -373,7 +373,7 @@ class AsyncSaver:
         return receipt
 
     def _make_room(self, url: str) -> BaseException | None:
-        """Wait until no save is under way, or refuse, on all ranks. Gives the last one's error, if it was not asked for."""
+        """Wait until no save is under way, or refuse, on all ranks. Gives an error that the caller did not ask for."""
         self.check_open()
         last = self._current
         refuses, call = self._when_busy == "refuse", Call("saving to", url)

@@ -84,7 +84,7 @@ class SharedSavers:
 
 def _shared(saver: AsyncSaver, group: Any) -> _Shared:
     if not isinstance(group, dist.ProcessGroup):
-        # A comm, or none at all: the saver is kept until `close`, and with it what it was made from.
+        # A comm, or none: the saver is kept until `close`, and the comm with it.
         return _Shared(saver, lambda: group, lambda: False)
     ranks = weakref.ref(group)
     return _Shared(saver, ranks, lambda: _is_destroyed(ranks()))

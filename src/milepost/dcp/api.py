@@ -58,7 +58,7 @@ def is_wrapped_exception(obj: Any) -> bool:
 
 @contextlib.contextmanager
 def raising_checkpoint_exceptions(step: str, comm: Comm) -> Iterator[None]:
-    """Raise every error of the block as a CheckpointException, with what each rank met."""
+    """Raise every error of the block as a CheckpointException, with the error of each rank."""
     try:
         yield
     except CheckpointException:
@@ -68,17 +68,17 @@ def raising_checkpoint_exceptions(step: str, comm: Comm) -> Iterator[None]:
 
 
 def _failures(error: Exception, comm: Comm) -> dict[int, WRAPPED_EXCEPTION]:
-    told = error.failures if isinstance(error, CheckpointError) else {}
-    if not told:
+    failures = error.failures if isinstance(error, CheckpointError) else {}
+    if not failures:
         return {comm.rank: wrap_exception(error)}
-    found = {rank: _unpacked(failure) for rank, failure in told.items()}
+    found = {rank: _unpacked(failure) for rank, failure in failures.items()}
     if comm.rank in found and error.__cause__ is not None:
         found[comm.rank] = wrap_exception(error.__cause__)  # the very object
     return found
 
 
 def _unpacked(failure: Failure) -> WRAPPED_EXCEPTION:
-    """The exception of another rank, or, where it could not travel, one that says the same."""
+    """The exception of another rank, or one with the same message if it could not be pickled."""
     with contextlib.suppress(Exception):
         wrapped = pickle.loads(failure.original)  # noqa: S301  # from a rank of this job
         if isinstance(wrapped, tuple) and is_wrapped_exception(wrapped):

@@ -16,7 +16,7 @@ __all__ = ["BroadcastingTorchSaveReader", "DynamicMetaLoadPlanner", "dcp_to_torc
 
 
 class DynamicMetaLoadPlanner(DefaultLoadPlanner):
-    """A planner that takes the state itself for the metadata, for files that have none: `BroadcastingTorchSaveReader`."""
+    """A planner that takes the state for the metadata, for files that have none (`BroadcastingTorchSaveReader`)."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
@@ -26,7 +26,8 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
         other = [key for key, value in self.state_dict.items() if not isinstance(value, torch.Tensor)]
         if other:
             raise RuntimeError(
-                f"Non-tensor value identified at {', '.join(other)}. {type(self).__name__} only supports loading Tensors."
+                f"Non-tensor value identified at {', '.join(other)}. "
+                f"{type(self).__name__} only supports loading Tensors."
             )
         self.metadata = Metadata(
             {

@@ -41,8 +41,8 @@ def load(
 ) -> None:
     """Load into the tensors of `state_dict`, replace its values, and give stateful objects their state.
 
-    What fails on any rank raises CheckpointException on all. Stateful objects are asked, and given, in the order of their
-    keys on every rank: what they do may be a collective.
+    An error on any rank raises CheckpointException on all ranks. Stateful objects are asked, and filled, in the order
+    of their keys on every rank: their methods may be collectives.
     """
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
     expanded, put_back = expand_to_fill(state_dict)

@@ -71,8 +71,8 @@ def save(
 ) -> Metadata:
     """Save from every rank, or with `no_dist` from this process alone. Gives the metadata, on every rank.
 
-    Atomic and durable in Milepost's format, which is what `checkpoint_id` alone gives. What fails on any rank raises
-    CheckpointException on all. `use_collectives=False` changes nothing.
+    `checkpoint_id` alone gives Milepost's format: atomic and durable. An error on any rank raises CheckpointException
+    on all ranks. `use_collectives=False` changes nothing.
     """
     del use_collectives
     TURNS.wait(storage_writer, planner)

@@ -108,7 +108,7 @@ def _planned_bytes(fqn: str, data: Any) -> LocalTensor:
 def _planned_tensor(
     fqn: str, items: list[WriteItem], planner: DefaultSavePlanner, describer: Describer, comm: Comm
 ) -> LocalTensor:
-    """The items of one tensor, with the layout of the object that they were made from where they still are its boxes."""
+    """The items of one tensor, with the layout of the object that they were made from if they are still its boxes."""
     planned = [item.tensor_data for item in items if item.tensor_data is not None]
     if len(planned) != len(items):
         raise InvalidState(f"{fqn!r} is planned as a tensor and as bytes")
@@ -126,7 +126,7 @@ def _planned_tensor(
 
 
 def _described(value: Any, fqn: str, describer: Describer) -> LocalTensor | None:
-    """What the object behind a key says of itself, if it is a tensor and all ranks that hold it take part in the call."""
+    """The description of the object behind a key, if it is a tensor and all ranks that hold it take part."""
     if not isinstance(value, torch.Tensor):
         return None
     try:

@@ -1,6 +1,6 @@
-"""Planners and storage that were written against torch's own classes, and ours for torch's own functions.
+"""Planners and storage made for torch's own classes, adapted to Milepost; and Milepost's storage for torch's functions.
 
-Both sides have the same records with the same fields, so a record crosses the border by name.
+Both sides have the same records with the same fields, so a record is converted by its name.
 """
 
 import dataclasses
@@ -27,26 +27,26 @@ from milepost.planning.value_bytes import ValueIO, pack_value, unpack_value
 from milepost.state.values import Codec
 from milepost.store import Location
 
-# Theirs, used by our functions
+# Made for torch, used by Milepost
 
 
 def adapted_writer(writer: Any) -> StorageWriter:
-    """A writer that our functions can call, whichever side it was written for."""
+    """A writer that Milepost can call, whichever side it was made for."""
     return _TheirWriter(writer) if isinstance(writer, their_storage.StorageWriter) else writer
 
 
 def adapted_reader(reader: Any) -> StorageReader:
-    """A reader that our functions can call."""
+    """A reader that Milepost can call."""
     return _TheirReader(reader) if isinstance(reader, their_storage.StorageReader) else reader
 
 
 def adapted_save_planner(planner: Any) -> SavePlanner | None:
-    """A planner that our functions can call."""
+    """A planner that Milepost can call."""
     return _TheirSavePlanner(planner) if isinstance(planner, their_planner.SavePlanner) else planner
 
 
 def adapted_load_planner(planner: Any) -> LoadPlanner | None:
-    """A planner that our functions can call."""
+    """A planner that Milepost can call."""
     return _TheirLoadPlanner(planner) if isinstance(planner, their_planner.LoadPlanner) else planner
 
 
@@ -62,7 +62,7 @@ class _TheirWriter(StorageWriter):
         self._inner.reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Replaced by the inner one, whose signature counts."""
+        """Replaced by the inner one: its signature says which arguments it takes."""
         del is_coordinator, args, kwargs
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -74,7 +74,7 @@ class _TheirWriter(StorageWriter):
         return found
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        # Torch's planner with torch's storage: nothing crosses the border, pickled values neither.
+        # Torch's planner with torch's storage: nothing is converted, not even pickled values.
         for_torch: Any = planner.inner if isinstance(planner, _TheirSavePlanner) else SavePlannerForTorch(planner)
         return _then(self._inner.write_data(theirs(plan), for_torch), ours)
 
@@ -148,7 +148,7 @@ class _TheirSavePlanner(SavePlanner):
         found: SavePlan = ours(self.inner.finish_plan(theirs(new_plan)))
         if new_plan.storage_data is None:
             return found
-        # Torch's plan caching gives the plan of the last time, with the place that was written to then.
+        # Torch's plan caching gives the plan of an earlier save, with the place that was written to then.
         return dataclasses.replace(found, storage_data=new_plan.storage_data)
 
     def resolve_data(self, write_item: WriteItem) -> Any:
@@ -177,7 +177,7 @@ class _TheirLoadPlanner(LoadPlanner):
         return found
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        # Torch's own runs what a pickle says; a planner with a way of its own gets the bytes that it gave.
+        # Torch's own method unpickles, which runs code; a planner with its own method gets the bytes that it gave.
         runs = type(self.inner).load_bytes is TheirLoadPlanner.load_bytes
         if runs or isinstance(value, ValueIO):
             value = _as_torch_saves(value, read_item.storage_index.fqn)
@@ -191,9 +191,9 @@ class _TheirLoadPlanner(LoadPlanner):
 
 
 def _as_torch_saves(value: io.BytesIO, key: str = "a value") -> io.BytesIO:
-    """What `torch.save` would have written for a value, made anew from what is plain in it.
+    """What `torch.save` would have written for a value, made again from its plain form.
 
-    Raises UnsafeCheckpoint for a pickle that names more than that, InvalidState for what is no value.
+    Raises UnsafeCheckpoint for a pickle without a plain form, InvalidState for bytes that are no value.
     """
     out = io.BytesIO()
     torch.save(unpack_value(value, Codec(), key), out)
@@ -202,7 +202,7 @@ def _as_torch_saves(value: io.BytesIO, key: str = "a value") -> io.BytesIO:
 
 
 def _plain(data: Any, key: str) -> Any:
-    """What torch's planners give, with values in plain form where they have one; other pickles stay bytes."""
+    """The data of torch's planners, with values in plain form where they have one; other pickles stay bytes."""
     if not isinstance(data, io.BytesIO) or isinstance(data, ValueIO):
         return data
     codec = Codec()
@@ -218,11 +218,11 @@ def _then(future: Future[Any], convert: Callable[[Any], Any]) -> Future[Any]:
     return done
 
 
-# Ours, used by torch's functions
+# Made for Milepost, used by torch
 
 
 class SavePlannerForTorch:
-    """Our planner, as torch's storage sees it: only `resolve_data` is asked for."""
+    """A planner of Milepost, as torch's storage sees it: storage only calls `resolve_data`."""
 
     def __init__(self, inner: SavePlanner) -> None:
         self._inner = inner
@@ -237,7 +237,7 @@ class SavePlannerForTorch:
 
 
 class LoadPlannerForTorch:
-    """Our planner, as torch's storage sees it."""
+    """A planner of Milepost, as torch's storage sees it."""
 
     def __init__(self, inner: LoadPlanner) -> None:
         self._inner = inner
@@ -274,7 +274,9 @@ class PlannedGoal:
 
 
 class MilepostWriter(their_storage.StorageWriter):
-    """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `CheckpointWriter`.
+    """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`.
+
+    Options: those of `CheckpointWriter`.
 
     Torch's planner may keep plans between saves, with the goal of an old save in them. So the coordinator also puts the
     new goal into the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
@@ -354,7 +356,10 @@ def _job_store() -> Any:
 
 
 class MilepostReader(their_storage.StorageReader):
-    """Milepost's format for torch's own `dcp.load(..., storage_reader=MilepostReader(path))`. Options: `CheckpointReader`."""
+    """Milepost's format for torch's own `dcp.load(..., storage_reader=MilepostReader(path))`.
+
+    Options: those of `CheckpointReader`.
+    """
 
     def __init__(self, path: Location, **options: Any) -> None:
         self._inner = CheckpointReader(path, **options)
@@ -382,7 +387,7 @@ class MilepostReader(their_storage.StorageReader):
         return dataclasses.replace(plan, storage_data=self._inner.manifest.save_id)
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
-        """Check that all ranks opened the same. Raises CheckpointDamaged."""
+        """Check that all ranks opened the same checkpoint. Raises CheckpointDamaged."""
         found = {plan.storage_data for plan in plans}
         if len(found) > 1:
             raise CheckpointDamaged(f"{self.path} was replaced while the ranks opened it; load it again")

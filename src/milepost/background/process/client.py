@@ -24,8 +24,8 @@ _log = logging.getLogger("milepost")
 _LOOK_S = 0.1
 _START_S = 120.0
 _STOP_S = 15.0
-# What ends a job (a launcher's SIGTERM, Ctrl-C, a batch system's warning to all of its processes) means the trainer. The
-# process ends with that, after its work. Before all else: to import torch takes seconds.
+# A signal that ends a job (a launcher's SIGTERM, Ctrl-C, a batch system's warning to all of its processes) is meant for
+# the trainer. The process ends with the trainer, after its work. Set before all else: importing torch takes seconds.
 _IGNORED = [int(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
 _PROGRAM = f"""
 import signal, sys
@@ -44,7 +44,7 @@ class Link:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(path or _folder() for path in sys.path),
-            "CUDA_VISIBLE_DEVICES": "",  # it has no use for a GPU, and must not take memory there
+            "CUDA_VISIBLE_DEVICES": "",  # it needs no GPU, and must not take memory there
             "OMP_NUM_THREADS": "1",
         }
         with here, there:
@@ -55,7 +55,7 @@ class Link:
                 stdin=subprocess.DEVNULL,
                 env=environment,
                 cwd=_folder(),
-                start_new_session=True,  # what ends the trainer's group or terminal must not end this
+                start_new_session=True,  # a signal to the trainer's group or terminal must not end it
             )
             self._connection = Connection(here.detach())
         self._numbers = 0
@@ -66,7 +66,7 @@ class Link:
         return self._process.pid
 
     def meet(self, ranks: Ranks) -> int:
-        """Tell the process who it is. Gives the port at which the ranks meet, if that is in this process."""
+        """Tell the process its rank. Returns the port at which the ranks meet, if that is in this process."""
         self._send(ranks)
         answer = self._receive(time.monotonic() + _START_S)
         if isinstance(answer, Ended):
@@ -75,13 +75,13 @@ class Link:
         return answer.port
 
     def share(self, handle: int, size_bytes: int) -> None:
-        """Let the process map this memory, in place of what it had."""
+        """Let the process map this memory in place of the memory it had."""
         self._send(Memory(size_bytes))
         with self._reachable():
             send_handle(self._connection, handle, self._process.pid)
 
     def hand_over(self, order: Order) -> None:
-        """Give the process a save to do. From here on it will be done, whatever happens to this one."""
+        """Give the process a save to do. It will do it even if this process dies."""
         self._send(order)
 
     def next_number(self) -> int:
@@ -90,7 +90,7 @@ class Link:
         return self._numbers
 
     def outcome(self, number: int, watcher: Watcher | None, cancelled: threading.Event) -> Receipt:
-        """Wait for the end of a save. Raises what went wrong there, or WriterDied."""
+        """Wait for the end of a save. Raises the error of the save, or WriterDied."""
         asked = False
         while True:
             if cancelled.is_set() and not asked:
@@ -100,7 +100,7 @@ class Link:
             if isinstance(message, Told) and watcher is not None:
                 try:
                     watcher(message.progress)
-                except Exception:  # noqa: BLE001  # as in a Meter: a picture of the work must not stop the work
+                except Exception:  # noqa: BLE001  # as in a Meter: showing the progress must not stop the work
                     _log.warning("the progress callback failed and is not called again", exc_info=True)
                     watcher = None
             elif isinstance(message, Ended) and message.number == number:
@@ -112,7 +112,7 @@ class Link:
                 return message.receipt
 
     def close(self, broken: bool = False) -> None:
-        """Let the process end, and wait for that. `broken`: the others may wait for it, and it tells them that it goes."""
+        """Wait until the process has ended. `broken`: other ranks may wait for it, and it tells them that it ends."""
         with contextlib.suppress(OSError, WriterDied):
             if not broken:
                 self._send("close")
@@ -124,7 +124,7 @@ class Link:
             self._process.wait()
 
     def _receive(self, deadline: float | None) -> Any:
-        """The next message; None after a short while, without a deadline."""
+        """The next message. Without a deadline: None if there is none after a short while."""
         with self._reachable():
             while not self._connection.poll(_LOOK_S):
                 if deadline is None:
@@ -151,7 +151,7 @@ class Link:
 
 
 class Unstarted(Link):
-    """In place of a process that could not be started. Says so when it is asked to meet: there all ranks hear of it."""
+    """Stands for a process that could not be started. Raises when it is asked to meet: there all ranks hear of it."""
 
     def __init__(self, error: OSError) -> None:
         self._error = error
@@ -166,7 +166,7 @@ class Unstarted(Link):
 
 
 def start() -> Link:
-    """A new writing process. If there cannot be one, the other ranks hear of it when it is first used."""
+    """A new writing process. If it cannot be started, all ranks get the error when it is first used."""
     try:
         return Link()
     except OSError as error:
@@ -174,7 +174,7 @@ def start() -> Link:
 
 
 def _folder() -> str:
-    """The working folder; the root if it was removed, since a process needs one."""
+    """The working folder. The root if that was removed: a process needs one."""
     try:
         return os.getcwd()
     except FileNotFoundError:

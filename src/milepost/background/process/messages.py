@@ -1,4 +1,4 @@
-"""What a trainer and its writing process say to each other."""
+"""The messages between a trainer and its writing process."""
 
 import pickle
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 
 LEFT = "milepost/left"
-"""Where the processes count, in the store at which they meet, how many of them are done with it."""
+"""The counter, in the store at which the processes meet, of those that have finished with the store."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """To the process: who it is among the others, and where these meet; None: at its own place, which it answers."""
+    """To the process: its rank, and where the ranks meet. None: in this process, which answers with the port."""
 
     rank: int
     size: int
@@ -27,21 +27,21 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """From the process: it is ready, and (on the coordinator) this is the port at which the ranks meet."""
+    """From the process: it is ready. On the coordinator, with the port at which the ranks meet."""
 
     port: int
 
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """To the process: map this much; the handle follows."""
+    """To the process: map memory of this size. The handle follows."""
 
     size_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """To the process: save this, from the memory. The description has slots in place of tensors; the store is pickled."""
+    """To the process: save this from the memory. `described` has slots in place of tensors; `store` is pickled."""
 
     number: int
     url: str
@@ -60,14 +60,14 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """From the process: how far it is."""
+    """From the process: its progress."""
 
     progress: Progress
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """From the process: the save has ended, with a receipt or a pickled error, and warned of these."""
+    """From the process: the save has ended, with a receipt or a pickled error, and with these warnings."""
 
     number: int
     receipt: Receipt | None
@@ -76,10 +76,10 @@ class Ended:
 
 
 def pack_error(error: BaseException) -> bytes:
-    """An error that can travel: itself where it can be pickled, else one that says the same."""
+    """The error as bytes: itself if it can be pickled, else one with the same message."""
     try:
         packed = pickle.dumps(error)
-        pickle.loads(packed)  # noqa: S301  # our own; some can be pickled and not read back
+        pickle.loads(packed)  # noqa: S301  # our own; some can be pickled but not read back
     except Exception:  # noqa: BLE001
         failure = failure_of(error)
         packed = pickle.dumps(CheckpointError(f"{failure.kind}: {failure.message}"))

@@ -1,4 +1,4 @@
-"""The writing processes of all ranks, as one of these sees them."""
+"""The writing processes of all ranks, as one rank sees them."""
 
 import contextlib
 from collections.abc import Iterator
@@ -22,18 +22,19 @@ _STARTING = Announcement("starting the writing processes", Wire(tuple[str, int])
 
 
 class Writers:
-    """The writing process of this rank, and the place where those of all ranks meet. Made by all ranks at the same time.
+    """The writing process of this rank, and the place where those of all ranks meet. All ranks make it together.
 
-    `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
+    `comm` is that place: a save that the process of this rank cannot do, the trainer does there in its stead.
+    `own_address`: where the other ranks reach this machine.
     """
 
-    def __init__(self, link: Link, comm: Comm, address: str) -> None:
+    def __init__(self, link: Link, comm: Comm, own_address: str) -> None:
         self.comm: Comm = comm
         self.link = link
         self.shared_version = 0
         self._store: Any = None
         try:
-            self._bring_up(comm, address)
+            self._bring_up(comm, own_address)
         except BaseException:
             self.close()
             raise
@@ -58,15 +59,15 @@ class Writers:
             self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, address))
 
     def share(self, handle: int, size_bytes: int, version: int) -> None:
-        """Let the process map this memory, in place of what it had. If the process is dead, the others hear of it."""
+        """Let the process map this memory in place of the memory it had. If it is dead, the other ranks hear of it."""
         with self._in_touch():
             self.link.share(handle, size_bytes)
         self.shared_version = version
 
     def hand_over(self, url: str, store: bytes, described: Described, options: SaveOptions) -> int:
-        """Give a save to the process, which will do it whatever happens to this one. Gives its number.
+        """Give a save to the process, which will do it even if the trainer dies. Returns the number of the order.
 
-        If the process is dead, the others hear of it.
+        If the process is dead, the other ranks hear of it.
         """
         number = self.link.next_number()
         plain = replace(options, metadata={}, codec=Codec(), plans=Plans(), progress=None, cancelled=None)
@@ -75,7 +76,7 @@ class Writers:
         return number
 
     def outcome(self, number: int, options: SaveOptions, pending: PendingSave) -> Receipt:
-        """Wait for the end of a save. If the process dies, the others hear of it."""
+        """Wait for the end of a save. If the process dies, the other ranks hear of it."""
         with self._in_touch():
             return self.link.outcome(number, options.progress, pending.cancelled)
 
@@ -84,18 +85,18 @@ class Writers:
         try:
             yield
         except WriterDied as error:
-            if isinstance(self.comm, BoardComm) and not error.failures:  # with these, it is another rank's
+            if isinstance(self.comm, BoardComm) and not error.failures:  # with failures, it is another rank's error
                 with contextlib.suppress(Exception):  # the place where they meet may have been in that process
                     depart(self.comm, error)
                     self._store.add(LEFT, 1)
             raise
 
     def close(self, broken: bool = False) -> None:
-        """Let the process end, and wait for that. `broken`: others may wait for it, and it tells them that it goes."""
+        """Wait until the process has ended. `broken`: other ranks may wait for it, and it tells them that it ends."""
         self.link.close(broken)
 
 
 def is_broken(error: BaseException) -> bool:
-    """Whether the writing processes must be started anew after this error. The same on every rank."""
+    """Whether the writing processes must be started again after this error. The same on every rank."""
     kinds = {failure.kind for failure in getattr(error, "failures", {}).values()} | {type(error).__name__}
     return isinstance(error, CheckpointError) and bool(kinds & {"WriterDied", "RanksMissing"})

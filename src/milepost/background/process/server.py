@@ -1,7 +1,8 @@
 """The writing process: one for each rank. It maps the trainer's staging memory, and saves what lies there.
 
-It ends when the trainer closes the connection or dies, and not before the saves that were handed to it are done. The ranks'
-processes meet at a key-value store of their own, in the coordinator's process: those of the training may be gone by then.
+It ends when the trainer closes the connection or dies, and not before the saves that were handed to it are done. The
+processes of all ranks meet at a key-value store of their own, in the coordinator's process: that of the training may be
+gone by then.
 """
 
 import contextlib
@@ -35,14 +36,14 @@ from milepost.store import Store
 
 _log = logging.getLogger("milepost")
 _NICE = 10
-_IOPRIO_LOWEST = 2 << 13 | 7  # best effort, the last to be served of these
+_IOPRIO_LOWEST = 2 << 13 | 7  # best effort, lowest priority
 _IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 _FAREWELL_S = 10.0
 _LOOK_S = 1.0
 
 
 class WriterProcess:
-    """One writing process: takes orders until the trainer is gone."""
+    """One writing process. It takes orders until the trainer is gone."""
 
     def __init__(self, connection: Connection, trainer: int) -> None:
         self._connection, self._trainer = connection, trainer
@@ -56,7 +57,7 @@ class WriterProcess:
         self._plans = Plans()
 
     def run(self) -> None:
-        """Do what the trainer orders, until it is gone."""
+        """Do the trainer's orders until it is gone."""
         threading.Thread(target=self._listen, daemon=True).start()
         closed = False
         while (message := self._orders.get()) is not None:
@@ -71,7 +72,7 @@ class WriterProcess:
         self._leave(closed)
 
     def _listen(self) -> None:
-        """Take messages as they come: a cancellation must be heard in the middle of a save."""
+        """Take messages as they come: a cancellation arrives in the middle of a save."""
         threading.Thread(target=self._watch, daemon=True).start()
         try:
             while True:
@@ -82,9 +83,9 @@ class WriterProcess:
             self._orders.put(None)
 
     def _watch(self) -> None:
-        """Hang up when the trainer is dead: others (its data loaders) may hold the connection open, and nobody reads there.
+        """Hang up when the trainer is dead: its data loaders may hold the connection open, and they do not read it.
 
-        What the trainer sent before is still received, and nothing waits any more for what it did not send.
+        What the trainer sent before is still received. Nothing waits for what it did not send.
         """
         watched: list[Any] = []
         with contextlib.suppress(OSError, AttributeError):
@@ -107,7 +108,7 @@ class WriterProcess:
             return self._cancelled.setdefault(number, threading.Event())
 
     def _tell(self, message: Any) -> None:
-        with contextlib.suppress(OSError), self._lock:  # nobody is there to hear it
+        with contextlib.suppress(OSError), self._lock:  # the trainer may be gone
             self._connection.send(message)
 
     def _meet(self, ranks: Ranks) -> None:
@@ -125,7 +126,7 @@ class WriterProcess:
             board = TorchBoard(self._store, ranks.size)
             self._comm = BoardComm(board, ranks.rank, ranks.size, ranks.timeout_s, coordinator=ranks.coordinator)
             self._tell(Meeting(address[1]))
-        except Exception as error:  # noqa: BLE001  # told to the trainer
+        except Exception as error:  # noqa: BLE001  # sent to the trainer
             self._tell(Ended(-1, None, pack_error(error), ()))
 
     def _map(self, handle: int, size_bytes: int) -> None:
@@ -139,7 +140,7 @@ class WriterProcess:
             warnings.simplefilter("always")
             try:
                 receipt = self._saved(order)
-            except BaseException as error:  # noqa: BLE001  # told to the trainer
+            except BaseException as error:  # noqa: BLE001  # sent to the trainer
                 failed = pack_error(error)
                 if os.getppid() != self._trainer:
                     _log.error("the save to %s failed after its trainer had died: %s", order.url, error)
@@ -169,12 +170,12 @@ class WriterProcess:
             if error.__cause__ is None:
                 raise  # some did not come in time
             raise WriterDied(
-                f"the writing process of rank {self._comm.coordinator}, where those of all ranks meet, cannot be reached "
-                f"({error.__cause__}). The next save starts others."
+                f"the writing process of rank {self._comm.coordinator}, where those of all ranks meet, cannot be "
+                f"reached ({error.__cause__}). The next save starts others."
             ) from error
 
     def _leave(self, closed: bool) -> None:
-        """End. The others hear of it if they go on; the coordinator, where they meet, waits a little for them to hear the last word."""
+        """End. Other ranks that go on hear of it. The coordinator's process, waits a little for them to leave."""
         if not isinstance(self._comm, BoardComm):
             return
         with contextlib.suppress(Exception):
@@ -188,7 +189,7 @@ class WriterProcess:
 
 
 def _store_of(order: Order) -> Store:
-    """The store of an order; where there is none like it in this process, one that says so: the other ranks must hear it."""
+    """The store of an order; one that raises on use, so that all ranks hear of it, if it cannot be made here."""
     try:
         store: Store = pickle.loads(order.store)  # noqa: S301  # from the trainer
         return store
@@ -212,7 +213,7 @@ class _Unknown:
 
 
 def _step_back() -> None:
-    """Let everybody else go first."""
+    """Run with the lowest priority, for the processor and for the disk."""
     with contextlib.suppress(OSError):
         os.nice(_NICE)
     number = _IOPRIO_SET.get(os.uname().machine)
@@ -221,12 +222,12 @@ def _step_back() -> None:
 
 
 def main(handle: int, trainer: int) -> None:
-    """Be the writing process of this trainer."""
-    logging.raiseExceptions = False  # nobody may be left to read what is logged
+    """Run as the writing process of this trainer."""
+    logging.raiseExceptions = False  # standard error may be closed by then
     _step_back()
     torch.set_num_threads(1)
     WriterProcess(Connection(handle), trainer).run()
     with contextlib.suppress(OSError):
         sys.stderr.flush()
-    # The store's threads have nothing more to say, and may wait for peers that are gone.
+    # The store's threads may wait for peers that are gone.
     os._exit(0)

@@ -1,4 +1,4 @@
-"""Keeps the writing processes of all ranks: started when they are needed, and anew after they broke."""
+"""Keeps the writing processes of all ranks running: starts them when they are needed, and again after a failure."""
 
 from milepost.background.process.client import Link, start
 from milepost.background.process.peers import Writers
@@ -62,7 +62,7 @@ class WriterSupervisor:
             )
 
     def stop(self, *, broken: bool = False) -> None:
-        """End this rank's process, if it runs. `broken`: other ranks may wait for it, and it tells them that it goes."""
+        """End this rank's process, if it runs. `broken`: other ranks may wait for it; it tells them that it ends."""
         writers, self.writers = self.writers, None
         if writers is not None:
             writers.close(broken)

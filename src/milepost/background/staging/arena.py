@@ -47,9 +47,9 @@ class Arena:
         return self._data if self._data is not None else torch.empty(0, dtype=torch.uint8)
 
     def reserve(self, size_bytes: int, pinned: bool) -> None:
-        """Have at least so much, and pinned if asked for. `version` grows when that is other memory than before.
+        """Have at least this much memory, pinned if asked for. `version` grows when the memory is replaced.
 
-        Raises MemoryError or OSError where there is not so much; then there is none at all.
+        Raises MemoryError or OSError if there is not enough; then the arena is empty.
         """
         if size_bytes <= self.capacity and (self._tried_to_pin or not pinned):
             return
@@ -75,7 +75,7 @@ class Arena:
         return pages
 
     def _pin(self) -> None:
-        """Register the memory with the driver: much faster than to ask it for new pinned memory, and that cannot be shared."""
+        """Register the memory with the driver. New pinned memory takes much longer to make, and cannot be shared."""
         address = int(self.data.data_ptr())
         error = int(torch.cuda.cudart().cudaHostRegister(address, self.capacity, 0))  # type: ignore[no-untyped-call]
         if error == 0:
@@ -102,7 +102,7 @@ def _unpin(address: int) -> None:
 
 
 def _populate(address: int, size_bytes: int) -> None:
-    """Let the kernel bring all pages in, by several threads: the copy then runs at full speed. Old kernels do it later."""
+    """Let the kernel map all pages now, by several threads: the copy then runs at full speed. Old kernels map later."""
 
     def worker(start: int) -> None:
         length = min(_POPULATE_AT_ONCE_BYTES, size_bytes - start)
@@ -113,7 +113,7 @@ def _populate(address: int, size_bytes: int) -> None:
 
 
 def budget_of(given: int | None, held_bytes: int) -> int:
-    """How much staging memory a rank may have in all: as the caller says, or what it holds and its share of what is free."""
+    """How much staging memory a rank may have: as the caller says, or what it holds and its share of what is free."""
     if given is not None:
         return given
     ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
@@ -121,7 +121,7 @@ def budget_of(given: int | None, held_bytes: int) -> int:
 
 
 def free_bytes() -> int:
-    """What the machine, and the container that this process may be in, have left. Where nothing tells: very much."""
+    """The free memory of the machine and of the container of this process. Very much if neither is known."""
     free = [1 << 60]
     with contextlib.suppress(OSError, ValueError, KeyError):
         free.append(_fields("/proc/meminfo")["MemAvailable:"] * 1024)

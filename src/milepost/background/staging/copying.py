@@ -31,7 +31,7 @@ class Copy(NamedTuple):
 
 
 class Moment:
-    """A point in what the GPUs of this process were told to do: all that was asked for before it happens before."""
+    """A point in the work of this process's GPUs: what was launched before it happens before it."""
 
     def __init__(self, tensors: list[torch.Tensor]) -> None:
         self._events: dict[torch.device, torch.cuda.Event] = {}
@@ -72,27 +72,27 @@ class Copier:
         queue = _StreamQueue(stream)
         with torch.cuda.stream(stream), torch.no_grad():
             for batch in _batches(copies):
-                # In one call: each one hands Python's lock over, and the thread that trains would wait for it every time.
+                # In one call: each call hands Python's lock over, and the training thread would wait for it every time.
                 torch._foreach_copy_([one.target for one in batch], [one.source for one in batch], non_blocking=True)
                 queue.wait_a_little()
         return queue.mark()
 
 
 class _StreamQueue:
-    """What a stream has yet to do, kept short: a driver whose queue is full makes all threads wait that launch work."""
+    """The queue of a stream, kept short: if a driver's queue is full, all threads that launch work wait."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._stream = stream
         self._marks: deque[torch.cuda.Event] = deque()
 
     def wait_a_little(self) -> None:
-        """After each batch: return when no more than this and the one before are left to do. Other threads run meanwhile."""
+        """After each batch: return when only this one and the one before are left. Other threads run meanwhile."""
         self._marks.append(self.mark())
         if len(self._marks) > 2:
             self._marks.popleft().synchronize()
 
     def mark(self) -> torch.cuda.Event:
-        """The moment when all that was asked for is done."""
+        """The moment when all work so far is done."""
         event: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -114,7 +114,7 @@ def _batches(copies: list[Copy]) -> Iterator[list[Copy]]:
 
 
 def _parts(one: Copy) -> Iterator[Copy]:
-    """The copy in pieces: short, so that copies of others get their turn, and need little memory to be brought in order."""
+    """The copy in short pieces: other copies get their turn, and little memory is needed to reorder elements."""
     source, target = one
     if source.is_contiguous() and not _is_lazy(source):
         if source.nbytes <= _PIECE_BYTES and source.dtype in _ORDINARY:
@@ -178,7 +178,7 @@ def _copy_from(copies: list[Copy]) -> None:
 
 
 def clone_on_devices(sources: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies of tensors that are on GPUs, each on its own, in the order of what those were told to do. Does not wait.
+    """Copies of tensors on GPUs, each on its own GPU, in the order of the work launched there. Does not wait.
 
     Raises torch.OutOfMemoryError where there is no room.
     """
@@ -212,8 +212,8 @@ def _runs(numbers: list[int], sources: list[torch.Tensor]) -> Iterator[list[int]
 def _places_on_device(sources: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Memory for a copy of each, cut from one large block; all are on one device and of one type.
 
-    Blocks of the size of each would be those that training has given back and asks for again in its next step. It would have
-    to get new ones from the driver then, which took a second.
+    Blocks of the size of each tensor would be those that training has freed and allocates again in its next step. It
+    would then have to get new ones from the driver, which took a second.
     """
     align = _ALIGN_BYTES // sources[0].element_size()
     starts = [0, *accumulate(-(-source.numel() // align) * align for source in sources)]
@@ -226,7 +226,7 @@ def _places_on_device(sources: list[torch.Tensor]) -> Iterator[torch.Tensor]:
 
 
 def room_on(device: torch.device) -> int:
-    """How many bytes of a GPU's memory nothing will need, as far as one can tell: the most ever in use may be so again."""
+    """How many bytes of a GPU's memory are likely to stay free: the peak that was ever in use may come again."""
     free, _ = torch.cuda.mem_get_info(device)
     mine = torch.cuda.memory_reserved(device)
     return int(free + mine - torch.cuda.max_memory_allocated(device))

@@ -82,7 +82,7 @@ def _identity(data: torch.Tensor) -> Any:
 
 
 def in_place_of(described: Described, change: Callable[[torch.Tensor, str, Shape], Any]) -> Described:
-    """The same description of other data: `change` gives what stands for each tensor, and is asked once for each part."""
+    """The same description with other data: `change` gives what replaces a tensor. It is called once for each part."""
     tensors = {key: _changed(local, change) for key, local in described.tensors.items()}
     private = [
         EntryToWrite(entry.header, change(ready(entry.data), entry.header.dtype, tuple(entry.header.shape)), entry.live)

@@ -26,8 +26,8 @@ from milepost.saving.describe import Described
 Way = Literal["auto", "host", "device", "overlap"]
 _log = logging.getLogger("milepost")
 _SHIFT_BYTES = 64
-"""Where shared memory begins to be used. It is made of small pages, and direct I/O from these was slower (1.9 against 2.1
-GB/s) than from the huge pages that a writer copies through where memory is not page-aligned."""
+"""The offset of the first copy in shared memory. That has small pages, and direct I/O from these was slower (1.9
+against 2.1 GB/s) than through the huge pages that a writer copies to where memory is not page-aligned."""
 _SPARE_BYTES = 256 << 20
 _SPARE_PART = 20
 
@@ -35,7 +35,7 @@ _SPARE_PART = 20
 class Stager:
     """Keeps what staging needs from one save to the next. Used by one save at a time.
 
-    `shared`: the memory can be given to another process. `limit_bytes`: the most host memory to use; None: what is free.
+    `shared`: another process can map the memory. `limit_bytes`: the most host memory to use; None: what is free.
     """
 
     def __init__(self, shared: bool, limit_bytes: int | None) -> None:
@@ -51,7 +51,7 @@ class Stager:
         self.reserve(self._pack(described))
 
     def begin(self, described: Described, way: Way, owned: "Owned | None") -> "Staging":
-        """Look at the state as it is now. The rest may happen in another thread."""
+        """Fix the state as it is now. Copying may happen in another thread."""
         return Staging(self, described, self._pack(described), way, owned)
 
     def _pack(self, described: Described) -> Packed:
@@ -59,13 +59,13 @@ class Stager:
         return pack(described, limit_bytes, _SHIFT_BYTES if self.arena.shared else 0)
 
     def reserve(self, packed: Packed) -> None:
-        """Have the memory that this needs. Raises MemoryError or OSError where there is not so much."""
+        """Have the memory that this needs. Raises MemoryError or OSError if there is not enough."""
         if packed.size_bytes > self.arena.capacity:
-            self._known, self._places = (0, []), []  # they keep the memory that is about to be given back
+            self._known, self._places = (0, []), []  # they would keep the memory that is about to be freed
         self.arena.reserve(packed.size_bytes, _pins(packed.sources))
 
     def places(self, packed: Packed) -> list[torch.Tensor]:
-        """The memory of each slot, in order. Kept for the next save, which mostly has the same slots."""
+        """The memory of each slot, in order. Kept for the next save, which usually has the same slots."""
         slots = [slot for _, slot in packed.sources]
         if (self.arena.version, slots) != self._known:
             self._places = [slot.within(self.arena.data) for slot in slots]
@@ -96,14 +96,14 @@ class Owned:
                 self._storages.add(local.untyped_storage().data_ptr())
 
     def holds(self, data: torch.Tensor) -> bool:
-        """Whether nobody but the optimizers changes this tensor."""
+        """Whether only the optimizers change this tensor."""
         return data.untyped_storage().data_ptr() in self._storages
 
 
 class Staging:
     """The staging of one save.
 
-    `at_return` is set when the caller may go on (by the rules of the way), `done` when it may change everything.
+    `at_return` is set when the caller may go on, as the way says, `done` when it may change everything.
     """
 
     def __init__(self, stager: Stager, described: Described, packed: Packed, way: Way, owned: Owned | None) -> None:
@@ -125,7 +125,7 @@ class Staging:
 
     @property
     def unread(self) -> threading.Event:
-        """Set when nobody reads the state any more: where it was copied on the GPU, long before `done`."""
+        """Set when the state is no longer read: if it was copied on the GPU, long before `done`."""
         return self.at_return if self.way == "device" else self.done
 
     def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
@@ -177,7 +177,7 @@ class Staging:
         self.at_return.set()
 
     def forget(self) -> None:
-        """Keep nothing of the state: the save has ended, and an error that it met may keep this."""
+        """Drop the state: the save has ended, and its error may keep this object."""
         self._packed, self._clones = Packed([], {}, [], 0), {}
         self._described = replace(self._described, tensors={}, private=[])
 
@@ -220,9 +220,10 @@ def _pins(sources: list[tuple[torch.Tensor, Slot]]) -> bool:
 
 
 def _chosen(way: Way, on_gpu: list[torch.Tensor], owned: Owned | None, copies: int) -> Way:
-    """The way to go. On the GPU where it has room for so many copies; else over the next step if that is safe.
+    """The way to take: on the GPU if it has room for this many copies, else during the next step if that is safe.
 
-    For the first save two: it will be part of the most that was ever in use, and the next should not be judged otherwise.
+    The first save needs room for two: from then on its copy is part of the peak memory in use, and later saves must
+    come to the same answer.
     """
     if way in ("host", "overlap"):
         return way

@@ -87,7 +87,7 @@ def save_in_background(
 def _save_staged(
     saver: AsyncSaver, state_dict: dict[str, Any], chosen: NoPlanner
 ) -> tuple[PendingSave, Callable[[Receipt], Metadata]]:
-    """The usual path. As in DCP, the lowest rank's counts where ranks differ. DCP is silent about it, and this warns."""
+    """The usual path. As in DCP, the lowest rank's is kept where ranks differ. DCP is silent about it; this warns."""
     options = chosen.options(make_options(on_difference="warn", plans=saver.plans))
     store = chosen.writer.store
     work = SaveWork(store, options, lambda comm: describe(state_dict, comm, options.codec, options.metadata))

@@ -1,4 +1,4 @@
-"""Saves that share a planner or storage take turns: both keep what they work on, and would mix one save with another."""
+"""Saves that share a planner or storage take turns: both keep what they work on, and would mix two saves."""
 
 import threading
 from concurrent.futures import Future, wait
