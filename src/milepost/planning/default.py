@@ -264,7 +264,7 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads, found by the overlap of boxes. Keys in the spellings of older versions of torch are found too."""
+        """The reads, found by the overlap of boxes. Keys that older versions spelled in other ways are found too."""
         if self.metadata is None:
             raise InvalidRequest(_NO_METADATA)
         if self.flatten_state_dict:

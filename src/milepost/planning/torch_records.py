@@ -1,4 +1,4 @@
-"""The border to torch's own records. Both sides have the same ones with the same fields, so a record crosses by name."""
+"""Conversion between Milepost's records and torch's. Both have the same names and fields, so a name finds its twin."""
 
 import dataclasses
 from enum import Enum
@@ -22,7 +22,7 @@ _NAMES = {
 
 @cache
 def _pairs() -> tuple[dict[type, type], dict[type, type]]:
-    """From torch's classes to ours, and back. Made when first needed: torch's are slow to import."""
+    """The classes of Milepost for those of torch, and the reverse. Made on first use: torch's are slow to import."""
     from torch.distributed.checkpoint import metadata, planner, storage  # noqa: PLC0415
 
     modules = {"metadata": metadata, "planner": planner, "storage": storage}
@@ -31,12 +31,12 @@ def _pairs() -> tuple[dict[type, type], dict[type, type]]:
 
 
 def ours(value: Any) -> Any:
-    """The same with our records in place of torch's, at any depth of lists, tuples and dicts."""
+    """The value with Milepost's records in place of torch's, at any depth of lists, tuples and dicts."""
     return _crossed(value, _pairs()[0])
 
 
 def theirs(value: Any) -> Any:
-    """The same with torch's records in place of ours."""
+    """The value with torch's records in place of Milepost's, at any depth of lists, tuples and dicts."""
     return _crossed(value, _pairs()[1])
 
 
