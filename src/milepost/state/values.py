@@ -327,6 +327,5 @@ def _refusal(value: Any, key: str) -> str:
         return f"{what} Pass the class, when saving and when loading: types=[{kind.__qualname__}]."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{what} Tensors stand in dicts, lists and tuples, not inside other values."
-    return (
-        f"{what} Turn it into plain values, give it state_dict/load_state_dict, or pass allow_pickle=True on both sides."
-    )
+    advice = "Turn it into plain values, give it state_dict/load_state_dict, or pass allow_pickle=True on both sides."
+    return f"{what} {advice}"
