@@ -64,12 +64,6 @@ class DefaultSavePlanner(SavePlanner):
     To change what is written, override `set_up_planner` (rename keys), `create_local_plan`, `create_global_plan` (move
     work between ranks), `lookup_object` or `transform_object` (change the precision).
 
-    `flatten_state_dict`: open nested dicts and lists. Without it, each top-level object that is no tensor is one value.
-    `flatten_sharded_tensors`: unwrap a ShardedTensor whose only local shard is itself a ShardedTensor.
-    `dedup_save_to_lowest_rank`: the lowest rank writes what several ranks hold, not the rank with the least to write.
-    `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
-    `types`, `allow_pickle`: as for `milepost.save`, for values.
-
     >>> class WithoutOptimizer(milepost.planning.DefaultSavePlanner):
     ...     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
     ...         super().set_up_planner({"model": state_dict["model"]}, storage_meta, is_coordinator)
@@ -77,6 +71,12 @@ class DefaultSavePlanner(SavePlanner):
     >>> _ = milepost.save(state, "memory://model-only", planner=WithoutOptimizer())
     >>> list(milepost.open("memory://model-only"))
     ['model.w']
+
+    `flatten_state_dict`: open nested dicts and lists. Without it, each top-level object that is no tensor is one value.
+    `flatten_sharded_tensors`: unwrap a ShardedTensor whose only local shard is itself a ShardedTensor.
+    `dedup_save_to_lowest_rank`: the lowest rank writes what several ranks hold, not the rank with the least to write.
+    `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
+    `types`, `allow_pickle`: as for `milepost.save`, for values.
     """
 
     def __init__(
