@@ -13,7 +13,6 @@ from functools import cached_property
 import msgspec
 
 from milepost.comm.together import answer_bytes, note_bytes
-from milepost.commit.attempt import Aim
 from milepost.core.agreement import GroupPlan, Overview, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
@@ -116,7 +115,8 @@ class SimulatedSave:
         `steady`: in a later save with the same `Plans`. Values and error texts are not counted.
         """
         others = self.world - 1
-        start = (Aim(1, "00000001-0123456789abcdef"), self.terms.id if steady else b"")
+        aim = (1, "00000001-0123456789abcdef")  # as an `Aim` is packed; importing that class would import torch
+        start = (aim, self.terms.id if steady else b"")
         total = self.world * _decision_bytes(msgspec.msgpack.encode(start))
         if not steady:
             terms = msgspec.json.encode(self.terms)
