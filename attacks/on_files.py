@@ -191,7 +191,7 @@ def data_folder_that_is_a_file(folder: Path) -> None:
 
 @corpus.attack("verify")
 def shard_file_that_is_a_socket(folder: Path) -> None:
-    """Opening a socket is an error of its own."""
+    """Opening a socket fails with another error than opening a file."""
     make_good(folder)
     path = shard_path(folder)
     path.unlink()

@@ -301,7 +301,7 @@ def dcp_tensor_of_absurd_shape(folder: Path) -> None:
 
 @corpus.attack("open")
 def dcp_path_through_a_tensor(folder: Path) -> None:
-    """A key that stands below a tensor in the tree."""
+    """A key below a tensor in the tree."""
 
     def change(metadata: Any) -> None:
         metadata.planner_data["step"] = ("model", "weight", "step")

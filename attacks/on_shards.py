@@ -114,7 +114,7 @@ def _add_headers() -> None:
         def make(folder: Path, text: bytes = text) -> None:
             _header_text(folder, text)
 
-        corpus.append(Attack(f"header_of_{name}", "A header that is none, with a valid seal.", "verify", make))
+        corpus.append(Attack(f"header_of_{name}", "Not a header, under a valid seal.", "verify", make))
 
 
 _add_headers()

@@ -214,7 +214,7 @@ def find_state_dict_object(
 def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Describer | None = None) -> list[ReadItem]:
     """The items to read for an object of the state. `saved` is its record in the metadata.
 
-    Raises ValueError if a tensor was saved and the object is none.
+    Raises ValueError if a tensor was saved and the object is not one.
 
     >>> _ = milepost.save({"w": torch.ones(4)}, "memory://items")
     >>> metadata = milepost.planning.CheckpointReader("memory://items").read_metadata()
