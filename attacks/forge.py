@@ -1,6 +1,6 @@
 """The forger's workshop: a good checkpoint, and the tools to change any byte of it and seal it again.
 
-XXH3 is no secret, so a forger can seal whatever he likes. Nothing here goes through Milepost's own checks.
+XXH3 is not secret, so a forger can seal anything. Nothing here goes through Milepost's own checks.
 """
 
 import enum
@@ -49,9 +49,9 @@ KNOWN_TYPES = (Color, Point)
 class Attack:
     """One hostile checkpoint: how to make it, and what must stop it.
 
-    `stop` says where: "open" (nothing can be opened), "verify" (it opens, but verifying reports it and reading fails),
-    "use" (only what touches the forged part fails), "nothing" (it must do no harm, and all data is right).
-    `gap`, if set, says why it still gets through: it is not tried unless it is named.
+    `stop` says where: "open" (it does not open), "verify" (it opens, but verifying reports it and reading fails), "use"
+    (only what touches the forged part fails), "nothing" (it must do no harm, and all data is right). `gap`, if set,
+    says why the attack still gets through. Such an attack runs only when it is named.
     """
 
     name: str
@@ -62,10 +62,10 @@ class Attack:
 
 
 class Corpus(list[Attack]):
-    """A list of attacks that functions add themselves to."""
+    """A list of attacks, with a decorator that adds functions to it."""
 
     def attack(self, stop: Stop, gap: str = "") -> Callable[[Callable[[Path], None]], Callable[[Path], None]]:
-        """Add the decorated function: its name is the attack's, its first line says why."""
+        """Add the decorated function. Its name is the name of the attack, and its first line says why."""
 
         def add(make: Callable[[Path], None]) -> Callable[[Path], None]:
             why = (make.__doc__ or "").strip().split("\n")[0]
@@ -76,7 +76,7 @@ class Corpus(list[Attack]):
 
 
 def good_state(rank: int) -> dict[str, Any]:
-    """The state that is saved before anything is forged, as `rank` holds it."""
+    """The state that is saved before anything is forged: the part of `rank`."""
     (piece,) = GRID.pieces(tuple(WEIGHT.shape), rank)
     return {
         "model": {
@@ -98,7 +98,7 @@ def good_files() -> dict[str, bytes]:
 
 
 def make_good(folder: Path) -> None:
-    """Put the good checkpoint into a folder."""
+    """Write the good checkpoint into a folder."""
     for name, data in good_files().items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def set_fields(folder: Path, **fields: Any) -> None:
 
 
 def replace_text(folder: Path, old: bytes, new: bytes) -> None:
-    """Save the good checkpoint and replace a piece of the manifest's text, which must be there."""
+    """Save the good checkpoint and replace a piece of the manifest's text. The manifest must hold the old text."""
     make_good(folder)
     text = json.dumps(read_manifest(folder)).encode()
     assert old in text, old
@@ -156,7 +156,7 @@ def replace_text(folder: Path, old: bytes, new: bytes) -> None:
 
 
 def tensor_row(record: dict[str, Any], key: str = "model.weight") -> dict[str, Any]:
-    """The manifest's entry of one tensor."""
+    """The manifest's entry for one tensor."""
     return next(row for row in record["tensors"] if row["key"] == key)
 
 
@@ -167,19 +167,19 @@ def set_layout(record: dict[str, Any], layout: dict[str, Any], shape: list[int],
 
 
 def add_value(record: dict[str, Any], value: Any, name: Any = "evil", key: str = "evil") -> None:
-    """Add a value to the state, under the name and key `evil`."""
+    """Add a value to the state, by default under the name and key `evil`."""
     record["tree"].append([1, name, "value", key])
     record["values"].append({"key": key, "value": value})
 
 
 def claim_large_files(record: dict[str, Any], size_bytes: int = 2**50) -> None:
-    """Say that the files are large enough for anything, though they are not."""
+    """Claim that the files are large enough for anything, although they are not."""
     for file in record["files"]:
         file["size_bytes"] = size_bytes
 
 
 def read_shard(folder: Path, rank: int = 0) -> tuple[dict[str, Any], bytes]:
-    """A shard file's header and data (without the table)."""
+    """The header and the data of a shard file, without the table."""
     raw = shard_path(folder, rank).read_bytes()
     (length,) = struct.unpack("<Q", raw[:8])
     header = json.loads(raw[8 : 8 + length])
@@ -188,13 +188,13 @@ def read_shard(folder: Path, rank: int = 0) -> tuple[dict[str, Any], bytes]:
 
 
 def table_of(data: bytes, block_bytes: int = BLOCK_BYTES) -> bytes:
-    """The table of checksums that belongs to the data."""
+    """The table of checksums for the data."""
     blocks = (data[at : at + block_bytes] for at in range(0, len(data), block_bytes))
     return b"".join(struct.pack("<Q", xxhash.xxh3_64_intdigest(block)) for block in blocks)
 
 
 def write_shard(folder: Path, header: Any, data: bytes, table: bytes | None = None, rank: int = 0) -> None:
-    """Write a shard file with any header (data, or ready text), and seal it in the manifest."""
+    """Write a shard file with any header, given as data or as text, and seal it in the manifest."""
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     text = text.ljust(-(-(8 + len(text)) // 4096) * 4096 - 8)
     head = struct.pack("<Q", len(text)) + text
@@ -204,7 +204,7 @@ def write_shard(folder: Path, header: Any, data: bytes, table: bytes | None = No
 
 
 def seal_shard(folder: Path, head: bytes, table: bytes, size_bytes: int, rank: int = 0) -> None:
-    """Write a shard file's line in the manifest anew."""
+    """Replace the line of a shard file in the manifest."""
     record = read_manifest(folder)
     line = next(file for file in record["files"] if file["rank"] == rank)
     checksum = xxhash.xxh3_64(head + table).hexdigest()
@@ -213,7 +213,7 @@ def seal_shard(folder: Path, head: bytes, table: bytes, size_bytes: int, rank: i
 
 
 def forge_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Save the good checkpoint and change the header of rank 0's file. `change` may give text instead."""
+    """Save the good checkpoint and change the header of rank 0's file. `change` may return text instead."""
     make_good(folder)
     header, data = read_shard(folder)
     changed = change(header)
@@ -221,7 +221,7 @@ def forge_header(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
 
 
 def forge_private(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
-    """Save the good checkpoint and change rank 0's record of private values. `change` may give text instead."""
+    """Save the good checkpoint and change rank 0's record of private values. `change` may return text instead."""
     make_good(folder)
     header, data = read_shard(folder)
     start, stop = header["@private"]["data_offsets"]
@@ -237,5 +237,5 @@ def forge_private(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None
 
 
 def nested(depth: int, kind: str = "list") -> str:
-    """A value of the codec, nested this deep, as JSON text: `{"list": [{"list": [ ... ]}]}`."""
+    """A value of the codec, nested to this depth, as JSON text: `{"list": [{"list": [ ... ]}]}`."""
     return f'{{"{kind}": [' * depth + "]}" * depth

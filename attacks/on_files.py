@@ -25,7 +25,7 @@ _ARABIC_9 = "\N{ARABIC-INDIC DIGIT ZERO}" * 7 + "\N{ARABIC-INDIC DIGIT NINE}"
 
 
 def outside(folder: Path) -> Path:
-    """A folder beside the checkpoint that nobody may look into."""
+    """A folder beside the checkpoint. A reader of the checkpoint must not open anything in it."""
     place = folder.parent / "outside"
     place.mkdir(exist_ok=True)
     return place
@@ -61,7 +61,7 @@ _add_names()
 
 @corpus.attack("open")
 def file_with_a_name_of_its_own(folder: Path) -> None:
-    """Files have numbers, not names; a field that says otherwise must not be believed."""
+    """Files have numbers, not names. A field that gives a name must not be used."""
     make_good(folder)
     record = read_manifest(folder)
     record["files"][0]["name"] = "../../outside/secret"
@@ -78,7 +78,7 @@ def file_of_a_negative_rank(folder: Path) -> None:
 
 
 def _replace_by_link(path: Path, target: Path) -> None:
-    """Move something out of the folder and put a link to it in its place: who follows it finds good data."""
+    """Move something out of the folder and put a link to it in its place. A reader that follows it finds good data."""
     shutil.move(path, target)
     path.symlink_to(target)
 
@@ -92,14 +92,14 @@ def manifest_that_is_a_link(folder: Path) -> None:
 
 @corpus.attack("verify")
 def shard_file_that_is_a_link(folder: Path) -> None:
-    """The same for a shard file; what it leads to is good data, so only the refusal can be noticed."""
+    """The same for a shard file. The link leads to good data, so only a refusal shows that it was not followed."""
     make_good(folder)
     _replace_by_link(shard_path(folder), outside(folder) / "shard")
 
 
 @corpus.attack("verify")
 def save_folder_that_is_a_link(folder: Path) -> None:
-    """The same for the folder that shard files stand in."""
+    """The same for the folder of the shard files."""
     make_good(folder)
     _replace_by_link(shard_path(folder).parent, outside(folder) / "save")
 
@@ -131,7 +131,7 @@ def link_to_itself(folder: Path) -> None:
 
 @corpus.attack("verify")
 def link_to_nothing(folder: Path) -> None:
-    """A link that would be made a file by who writes through it."""
+    """A link to a missing file. A program that writes through it would create that file."""
     make_good(folder)
     path = shard_path(folder)
     path.unlink()
@@ -166,7 +166,7 @@ def manifest_that_is_a_pipe(folder: Path) -> None:
 
 @corpus.attack("verify")
 def shard_file_that_is_a_folder(folder: Path) -> None:
-    """A folder opens like a file and cannot be read."""
+    """A folder can be opened like a file, and cannot be read."""
     make_good(folder)
     path = shard_path(folder)
     path.unlink()
@@ -191,7 +191,7 @@ def data_folder_that_is_a_file(folder: Path) -> None:
 
 @corpus.attack("verify")
 def shard_file_that_is_a_socket(folder: Path) -> None:
-    """Opening a socket is an error of its own."""
+    """Opening a socket fails with another error than opening a file."""
     make_good(folder)
     path = shard_path(folder)
     path.unlink()
@@ -201,7 +201,7 @@ def shard_file_that_is_a_socket(folder: Path) -> None:
 
 @corpus.attack("verify")
 def shard_file_that_is_a_device(folder: Path) -> None:
-    """A device itself, where the forger (and this test) may make one; else nothing stands there."""
+    """A device itself, where the forger (and this test) has the right to make one; otherwise the file is missing."""
     make_good(folder)
     path = shard_path(folder)
     path.unlink()
@@ -211,7 +211,7 @@ def shard_file_that_is_a_device(folder: Path) -> None:
 
 @corpus.attack("open")
 def newer_manifest_that_is_a_link(folder: Path) -> None:
-    """A later generation behind a link: neither it nor an older one in its place."""
+    """A later generation behind a link. A reader must open neither it nor an older one in its place."""
     make_good(folder)
     secret = outside(folder) / "secret"
     secret.write_text("secret")
@@ -227,7 +227,7 @@ def manifest_named_in_digits_of_another_script(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def folders_100_deep_beside_the_data(folder: Path) -> None:
-    """Listing what is left over must not run out of anything."""
+    """Listing leftovers must not run out of memory, stack or open files."""
     make_good(folder)
     place = folder / "data"
     for _ in range(100):

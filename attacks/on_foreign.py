@@ -1,4 +1,4 @@
-"""Attacks on readers of other formats: DCP folders, whose metadata is a pickle, and files of torch.save, which are one."""
+"""Attacks on readers of other formats: DCP folders, whose metadata is a pickle, and files of torch.save."""
 
 import io
 import os
@@ -20,7 +20,7 @@ corpus = Corpus()
 
 
 class Call:
-    """Pickled as a call of any function."""
+    """An object whose pickle calls a given function."""
 
     def __init__(self, function: Any, *args: Any, state: Any = None) -> None:
         self._reduced = (function, args) if state is None else (function, args, state)
@@ -30,20 +30,20 @@ class Call:
 
 
 def good_state() -> dict[str, Any]:
-    """The state of `forge.good_state`, as other libraries hold it."""
+    """The state of `forge.good_state`, as other libraries would hold it."""
     mine = {rank: {"seed": rank, "noise": torch.full((5,), float(rank))} for rank in range(2)}
     return {"model": {"weight": WEIGHT, "bias": BIAS}, "step": 7, "names": ["a", ("b", 3)], "mine": mine}
 
 
 def make_dcp(folder: Path) -> None:
-    """Save it with DCP."""
+    """Save the good state with DCP."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(good_state(), checkpoint_id=folder)
 
 
 def forge_dcp(folder: Path, change: Callable[[Any], Any]) -> None:
-    """The same with changed metadata."""
+    """Save the good state with DCP, and change the metadata."""
     make_dcp(folder)
     path = folder / ".metadata"
     metadata = pickle.loads(path.read_bytes())
@@ -52,13 +52,13 @@ def forge_dcp(folder: Path, change: Callable[[Any], Any]) -> None:
 
 
 def forge_pickle(folder: Path, data: bytes) -> None:
-    """The same with other bytes as metadata."""
+    """Save the good state with DCP, and replace the metadata by these bytes."""
     make_dcp(folder)
     (folder / ".metadata").write_bytes(data)
 
 
 def make_torch(path: Path, content: bytes | None = None, **evil: Any) -> None:
-    """A file of torch.save; `content` replaces its pickle."""
+    """Save the good state with torch.save; `content` replaces the pickle."""
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(good_state() | evil, path)
     if content is not None:
@@ -74,7 +74,7 @@ def replace_pickle(path: Path, content: bytes) -> None:
 
 
 def text_call(module: str, name: str, argument: str) -> bytes:
-    """A pickle that calls a function of one text argument."""
+    """A pickle that calls a function with one text argument."""
     raw = argument.encode()
     return f"c{module}\n{name}\n".encode() + b"X" + struct.pack("<I", len(raw)) + raw + b"\x85R"
 
@@ -101,7 +101,7 @@ CALLS: dict[str, Callable[[str], bytes]] = {
         + struct.pack("<I", len(f"touch {c}")) + f"touch {c}".encode() + b"\x85}tR"
     ),
 }  # fmt: skip
-"""Pieces of a pickle that leave one object on the stack, having run code if anyone lets them."""
+"""Pieces of a pickle that leave one object on the stack. An unrestricted unpickler runs code for each."""
 
 
 def _add_calls(name: str, piece: Callable[[str], bytes]) -> None:
@@ -111,7 +111,7 @@ def _add_calls(name: str, piece: Callable[[str], bytes]) -> None:
     def as_a_field(folder: Path) -> None:
         make_dcp(folder)
         data = (folder / ".metadata").read_bytes()
-        # Pushed and dropped before the real thing: nothing but the machine itself sees it.
+        # Pushed and dropped before the real metadata: only the unpickler itself sees it.
         (folder / ".metadata").write_bytes(b"\x80\4" + piece(str(canary(folder))) + b"0" + data)
 
     def in_a_file(folder: Path) -> None:
@@ -166,7 +166,7 @@ def _add_bomb(name: str, data: bytes) -> None:
         Attack(f"dcp_metadata_{name}", "The metadata is a pickle that exhausts or confuses.", "open", in_metadata)
     )
     if name in ("memo_of_4_gib", "frame_of_an_exabyte", "list_in_itself", "nested_lists", "call_of_a_dict"):
-        return  # harmless there, or tried below
+        return  # harmless in a file, or tried below
 
     def in_a_file(folder: Path) -> None:
         make_torch(folder, data)
@@ -180,13 +180,13 @@ for _name, _data in BOMBS.items():
 
 @corpus.attack("open")
 def torch_file_list_in_itself(folder: Path) -> None:
-    """A list that holds itself has no end."""
+    """A list that contains itself never ends."""
     make_torch(folder, b"\x80\2}X\1\0\0\0a]q\0h\0as.")
 
 
 @corpus.attack("open")
 def torch_file_dict_in_itself(folder: Path) -> None:
-    """So has a dict."""
+    """The same for a dict."""
     make_torch(folder, b"\x80\2}q\0X\1\0\0\0ah\0s.")
 
 
@@ -273,7 +273,7 @@ def dcp_metadata_is_a_link(folder: Path) -> None:
 
 @corpus.attack("open")
 def dcp_metadata_is_a_pipe(folder: Path) -> None:
-    """The metadata is a pipe, which would block whoever opens it."""
+    """The metadata is a pipe. Opening it would block."""
     make_dcp(folder)
     (folder / ".metadata").unlink()
     os.mkfifo(folder / ".metadata")
@@ -291,7 +291,7 @@ def dcp_data_is_a_link(folder: Path) -> None:
 
 @corpus.attack("open")
 def dcp_tensor_of_absurd_shape(folder: Path) -> None:
-    """A tensor that no memory holds."""
+    """A tensor that is larger than any memory."""
 
     def change(metadata: Any) -> None:
         metadata.state_dict_metadata["model.weight"].size = torch.Size([1 << 40, 1 << 20])
@@ -301,7 +301,7 @@ def dcp_tensor_of_absurd_shape(folder: Path) -> None:
 
 @corpus.attack("open")
 def dcp_path_through_a_tensor(folder: Path) -> None:
-    """A key that stands below a tensor in the tree."""
+    """A key below a tensor in the tree."""
 
     def change(metadata: Any) -> None:
         metadata.planner_data["step"] = ("model", "weight", "step")
@@ -321,7 +321,7 @@ def dcp_paths_without_end(folder: Path) -> None:
 
 @corpus.attack("use")
 def dcp_value_calls_os_system(folder: Path) -> None:
-    """A value, which is a pickle of its own, calls a function."""
+    """A value is a separate pickle. This one calls a function."""
     canary_call = Call(os.system, f"touch {canary(folder)}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -44,7 +44,7 @@ _add_texts()
 
 @corpus.attack("open")
 def manifest_without_a_seal(folder: Path) -> None:
-    """A manifest that nobody sealed."""
+    """A manifest that was not sealed."""
     make_good(folder)
     manifest_path(folder).write_text(json.dumps(read_manifest(folder)))
 
@@ -59,7 +59,7 @@ def manifest_with_another_seal(folder: Path) -> None:
 
 @corpus.attack("open")
 def manifest_with_text_behind_the_seal(folder: Path) -> None:
-    """Something behind the end that a lenient reader would skip."""
+    """Text behind the end, which a lenient reader would skip."""
     make_good(folder)
     with manifest_path(folder).open("ab") as file:
         file.write(b"\n{}")
@@ -74,7 +74,7 @@ def manifest_that_is_a_list(folder: Path) -> None:
 
 @corpus.attack("open")
 def manifest_that_is_not_utf8(folder: Path) -> None:
-    """Bytes that are no text, in a string."""
+    """Bytes in a string that are not text."""
     replace_text(folder, b'"model.bias", "dtype"', b'"model.\xff\xfe", "dtype"')
 
 
@@ -92,19 +92,19 @@ def manifest_with_a_byte_order_mark(folder: Path) -> None:
 
 @corpus.attack("open")
 def manifest_with_nan(folder: Path) -> None:
-    """NaN is no JSON."""
+    """NaN is not JSON."""
     replace_text(folder, b'"value": 7', b'"value": NaN')
 
 
 @corpus.attack("open")
 def manifest_with_infinity(folder: Path) -> None:
-    """Nor is Infinity."""
+    """Infinity is not JSON either."""
     replace_text(folder, b'"value": 7', b'"value": -Infinity')
 
 
 @corpus.attack("open")
 def manifest_with_a_float_past_infinity(folder: Path) -> None:
-    """A number that would become infinity in silence."""
+    """A number that would silently become infinity."""
     replace_text(folder, b'"value": 7', b'"value": 1e999')
 
 
@@ -116,25 +116,25 @@ def manifest_with_an_int_of_a_million_digits(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def manifest_with_a_field_twice(folder: Path) -> None:
-    """Two parsers could disagree; here both fields are the same, and one is read."""
+    """Two parsers could disagree on which field counts. The reader takes one, and the data is right."""
     replace_text(folder, b'{"format"', b'{"world": 1, "format"')
 
 
 @corpus.attack("open")
 def manifest_with_an_unknown_field(folder: Path) -> None:
-    """Whatever a later version means by it, this one cannot know."""
+    """A field of a later version, whose meaning this version cannot know."""
     set_fields(folder, plugins=["os.system"])
 
 
 @corpus.attack("open")
 def manifest_with_an_unknown_field_nested_100000_deep(folder: Path) -> None:
-    """Even what is skipped must not recurse without bound."""
+    """Parsing must not recurse without bound, not even in a field that is skipped."""
     replace_text(folder, b'{"format"', b'{"x": ' + nested(100_000).encode() + b', "format"')
 
 
 @corpus.attack("open")
 def manifest_without_a_field(folder: Path) -> None:
-    """Something that every manifest has is not there."""
+    """A field that every manifest has is missing."""
     forge_manifest(folder, lambda r: r.pop("block_bytes"))
 
 
@@ -146,7 +146,7 @@ def manifest_of_another_format(folder: Path) -> None:
 
 @corpus.attack("open")
 def manifest_of_a_newer_version(folder: Path) -> None:
-    """What a newer version means cannot be guessed."""
+    """The meaning of a newer version cannot be guessed."""
     set_fields(folder, version=2)
 
 
@@ -158,7 +158,7 @@ def manifest_of_version_minus_one(folder: Path) -> None:
 
 @corpus.attack("open")
 def manifest_whose_version_is_text(folder: Path) -> None:
-    """Types are checked, too."""
+    """The types of fields are checked, too."""
     set_fields(folder, version="1")
 
 

@@ -67,7 +67,7 @@ def entry_that_is_missing(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def entry_twice_with_one_meaning(folder: Path) -> None:
-    """One name twice: whichever counts, it says the same."""
+    """One name twice, with the same meaning both times."""
 
     def change(header: dict[str, Any]) -> bytes:
         entry = f'"{BIAS}": {json.dumps(header[BIAS])}'
@@ -114,7 +114,7 @@ def _add_headers() -> None:
         def make(folder: Path, text: bytes = text) -> None:
             _header_text(folder, text)
 
-        corpus.append(Attack(f"header_of_{name}", "A header that is none, with a valid seal.", "verify", make))
+        corpus.append(Attack(f"header_of_{name}", "Not a header, under a valid seal.", "verify", make))
 
 
 _add_headers()
@@ -128,7 +128,7 @@ def header_with_text_behind_it(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def header_with_an_unknown_field_in_an_entry(folder: Path) -> None:
-    """Other writers of safetensors may add fields; they mean nothing to us."""
+    """Other writers of safetensors may add fields. Milepost ignores them."""
     forge_header(folder, lambda h: h[BIAS].update(callback="os.system"))
 
 
@@ -156,7 +156,7 @@ def notes_of_another_rank(folder: Path) -> None:
 
 @corpus.attack("verify")
 def no_notes(folder: Path) -> None:
-    """A file that does not say whose it is."""
+    """A file that does not name its save and rank."""
     forge_header(folder, lambda h: h.pop("__metadata__"))
 
 
@@ -197,7 +197,7 @@ def table_that_is_missing(folder: Path) -> None:
 
 @corpus.attack("verify")
 def table_that_is_not_last(folder: Path) -> None:
-    """A table that is followed by data which it cannot cover."""
+    """A table that is followed by data that it cannot cover."""
 
     def change(header: dict[str, Any]) -> bytes:
         table = header.pop("@checksums")
@@ -216,7 +216,7 @@ def table_of_wrong_sums(folder: Path) -> None:
 
 @corpus.attack("verify")
 def data_that_was_changed(folder: Path) -> None:
-    """Everything is as it was, but the data."""
+    """Only the data was changed."""
     make_good(folder)
     with shard_path(folder).open("r+b") as file:
         file.seek(4096 + 100)
@@ -225,13 +225,13 @@ def data_that_was_changed(folder: Path) -> None:
 
 @corpus.attack("verify")
 def file_that_is_empty(folder: Path) -> None:
-    """Nothing where a file should be."""
+    """A file without any bytes."""
     make_good(folder)
     os.truncate(shard_path(folder), 0)
 
 
 def _holes(folder: Path, size_bytes: int, block_bytes: int, sealed: bool) -> None:
-    """A file of zeros that takes no space on disk, and a manifest that fits it; sealed, if so wished."""
+    """A file of zeros that takes no space on disk, and a manifest that fits it. `sealed`: with a valid seal."""
     make_good(folder)
     header, _ = read_shard(folder)
     rest = size_bytes - 4096
@@ -260,11 +260,11 @@ def _holes(folder: Path, size_bytes: int, block_bytes: int, sealed: bool) -> Non
 
 @corpus.attack("verify")
 def file_of_8_tebibytes_of_holes(folder: Path) -> None:
-    """A file with holes makes true what the manifest claims; its table alone would take 16 GiB of memory."""
+    """A file with holes has the size that the manifest claims. Its table alone would take 16 GiB of memory."""
     _holes(folder, 2**43, 4096, sealed=False)
 
 
 @corpus.attack("use")
 def file_of_more_holes_than_memory(folder: Path) -> None:
-    """The same with ordinary blocks and a valid seal: the table is small, the tensor is more than there is memory."""
+    """The same with ordinary blocks and a valid seal: the table is small, and the tensor is larger than the memory."""
     _holes(folder, 9 * 2**29, 2**20, sealed=True)

@@ -1,4 +1,4 @@
-"""Attacks on values: what is not a tensor, in the manifest, in the names of the tree, and in a rank's private record."""
+"""Attacks on values, which are not tensors: in the manifest, in the names of the tree, in a rank's private record."""
 
 import base64
 import json
@@ -21,12 +21,12 @@ corpus = Corpus()
 
 
 def canary(folder: Path) -> Path:
-    """The file that appears when something from a checkpoint was executed."""
+    """The file that appears if something from a checkpoint is executed."""
     return folder.parent / "canary"
 
 
 def payload(folder: Path) -> str:
-    """A pickle that makes the canary when it is loaded, as base64."""
+    """A pickle that creates the canary when it is loaded, as base64."""
     code = f"cposix\nsystem\n(S'touch {canary(folder)}'\ntR."
     return base64.b64encode(code.encode()).decode()
 
@@ -52,7 +52,7 @@ def pickle_as_a_name_in_the_tree(folder: Path) -> None:
 
 @corpus.attack("use")
 def pickle_as_a_name_above_everything(folder: Path) -> None:
-    """The same for the name of a container that a stateful object is looked up through."""
+    """The same for the name of a container on the path to a stateful object."""
 
     def change(record: dict[str, Any]) -> None:
         record["tree"][1][1] = {"pickle": payload(folder)}
@@ -68,25 +68,25 @@ def pickle_as_metadata(folder: Path) -> None:
 
 @corpus.attack("use")
 def pickle_as_a_private_value(folder: Path) -> None:
-    """Private values stand in the shard file, outside the manifest."""
+    """Private values are in the shard file, outside the manifest."""
     forge_private(folder, lambda r: r["values"][0].update(value={"pickle": payload(folder)}))
 
 
 @corpus.attack("use")
 def metadata_that_is_no_dict(folder: Path) -> None:
-    """Metadata is promised to be a dict."""
+    """Metadata must be a dict."""
     forge_manifest(folder, lambda r: r.update(metadata={"tuple": [1, 2]}))
 
 
 @corpus.attack("use")
 def name_that_cannot_be_a_key(folder: Path) -> None:
-    """A dict's key that decodes to a list."""
+    """A key of a dict that decodes to a list."""
     forge_manifest(folder, lambda r: add_value(r, 1, name={"list": [1]}))
 
 
 @corpus.attack("use")
 def name_that_is_no_value(folder: Path) -> None:
-    """A dict's key that the codec does not know."""
+    """A key of a dict that the codec does not know."""
     forge_manifest(folder, lambda r: add_value(r, 1, name={"bogus": 1}))
 
 
@@ -96,7 +96,7 @@ def two_children_of_one_name(folder: Path) -> None:
     forge_manifest(folder, lambda r: add_value(r, 8, name="step", key="evil"))
 
 
-# What a codec that is not closed might turn into a call, or stumble over. Each becomes an attack of its own.
+# What an open codec might turn into a call, or fail on. Each becomes an attack.
 _SPELLINGS: dict[str, Any] = {
     "reduce_tuple": {"__reduce__": ["os.system", ["touch canary"]]},
     "reduce_ex": {"__reduce_ex__": ["builtins.eval", ["1"]]},
@@ -167,8 +167,8 @@ def _add_spellings() -> None:
         def private(folder: Path, value: Any = value) -> None:
             forge_private(folder, lambda r: r["values"][0].update(value=value))
 
-        corpus.append(Attack(f"value_{name}", "Something that is no value, or one that names code.", "use", manifest))
-        if number % 4 == 0:  # the decoder is the same; what its errors become is not
+        corpus.append(Attack(f"value_{name}", "Something that is not a value, or that names code.", "use", manifest))
+        if number % 4 == 0:  # the same decoder, but another path for its errors
             corpus.append(Attack(f"private_{name}", "The same in a rank's private record.", "use", private))
 
 
@@ -177,7 +177,7 @@ _add_spellings()
 
 @corpus.attack("nothing")
 def namedtuple_with_code_as_names(folder: Path) -> None:
-    """Namedtuples are made by evaluating text: odd names must not get into that text."""
+    """Python makes namedtuples by evaluating text. Odd names must not get into that text."""
     evil = f"x=__import__('os').system('touch {canary(folder)}')"
     fields = [[evil, 1], ["class", 2], ["__init__", 3], ["_", 4], ["a", 5], ["a", 6], ["x y", 7], ["", 8]]
     forge_manifest(folder, lambda r: add_value(r, {"namedtuple": [evil, fields]}))
@@ -197,7 +197,7 @@ def namedtuple_in_the_tree_with_code_as_names(folder: Path) -> None:
 
 @corpus.attack("use")
 def namedtuple_in_the_tree_called_class(folder: Path) -> None:
-    """A keyword is an identifier, and still no name for a class."""
+    """A keyword is an identifier, and still not a valid name of a class."""
 
     def change(record: dict[str, Any]) -> None:
         record["tree"] += [[1, "evil", "namedtuple:class", ""], [2, "def", "value", "evil"]]
@@ -213,7 +213,7 @@ def defaultdict_with_code_as_factory(folder: Path) -> None:
 
 
 def _nest(folder: Path, text: str) -> None:
-    """The good checkpoint with a value that is given as JSON text: `json` itself could not spell it."""
+    """Save the good checkpoint with a value given as JSON text, which `json` itself could not write."""
     make_good(folder)
     record = read_manifest(folder)
     add_value(record, "@@@")
@@ -240,7 +240,7 @@ def value_nested_200_deep_in_dicts(folder: Path) -> None:
 
 @corpus.attack("use")
 def no_value_nested_900_deep(folder: Path) -> None:
-    """Something that is no value, and that is nested too deeply to be shown in the message that says so."""
+    """Something that is not a value, nested too deeply for the error message to show it."""
     _nest(folder, '{"bogus": ' + "[" * 900 + "]" * 900 + "}")
 
 
@@ -280,7 +280,7 @@ def metadata_nested_100000_deep(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def list_of_300000_under_a_long_key(folder: Path) -> None:
-    """If each item's place is spelled out, 300,000 items under a key of 100 kB make 30 GB of text."""
+    """If each item carried its full key, 300,000 items under a key of 100 kB would make 30 GB of text."""
     key = "k" * 100_000
     forge_manifest(folder, lambda r: add_value(r, {"list": [1] * 300_000}, name="evil", key=key))
 
@@ -307,7 +307,7 @@ def int_of_a_megabyte_where_a_value_is_refused(folder: Path) -> None:
 
 @corpus.attack("nothing")
 def value_that_hides_another_class(folder: Path) -> None:
-    """A dict that looks like the codec's own spelling stays a dict."""
+    """A dict that looks like the codec's own notation stays a dict."""
     value = {"dict": [["pickle", payload(folder)], ["__class__", "os"]]}
     forge_manifest(folder, lambda r: add_value(r, value))
 
@@ -320,13 +320,13 @@ def private_record_nested_100000_deep(folder: Path) -> None:
 
 @corpus.attack("use")
 def private_record_nested_400_deep(folder: Path) -> None:
-    """And its values go through the same decoder."""
+    """The values of the private record go through the same decoder."""
     forge_private(folder, lambda r: json.dumps(r).replace('"value": 0', f'"value": {nested(400)}').encode())
 
 
 @corpus.attack("use")
 def private_record_that_is_no_json(folder: Path) -> None:
-    """The private record is any bytes that the forger likes."""
+    """The private record can be any bytes."""
     forge_private(folder, lambda _: b"\xff\xfe not json")
 
 
@@ -338,7 +338,7 @@ def private_root_that_is_a_list(folder: Path) -> None:
 
 @corpus.attack("use")
 def private_root_that_is_a_value(folder: Path) -> None:
-    """Or a leaf, where a dict is looked into."""
+    """The root of the record is a leaf, where the reader expects a dict."""
     forge_private(folder, lambda r: r.update(tree=[[0, None, "value", "mine.seed"]]))
 
 
@@ -362,7 +362,7 @@ def private_value_that_is_called_a_tensor(folder: Path) -> None:
 
 @corpus.attack("use")
 def private_value_inside_a_private_value(folder: Path) -> None:
-    """A rank-private leaf in a record that is private already."""
+    """A rank-private leaf inside a private record."""
     forge_private(folder, lambda r: r["tree"][2].__setitem__(2, "per_rank"))
 
 
@@ -374,7 +374,7 @@ def private_tensor_of_absurd_size(folder: Path) -> None:
 
 @corpus.attack("use")
 def private_tensor_of_negative_size(folder: Path) -> None:
-    """Or of a size that no tensor has."""
+    """A private tensor of a size that no tensor has."""
     forge_private(folder, lambda r: r["tensors"][0].update(shape=[-5]))
 
 
@@ -392,7 +392,7 @@ def private_tensor_that_numpy_does_not_know(folder: Path) -> None:
 
 @corpus.attack("use")
 def private_tensor_listed_100000_times(folder: Path) -> None:
-    """One tensor that is to be read again and again."""
+    """One tensor that the record lists many times."""
     forge_private(folder, lambda r: r.update(tensors=r["tensors"] * 100_000))
 
 

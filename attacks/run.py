@@ -1,9 +1,9 @@
-"""Try every attack in one process with little memory, and say what came of it: one line of JSON for each.
+"""Try every attack in one process with little memory, and print the outcome: one line of JSON for each.
 
     python -m attacks.run [name ...]
 
 Every use of a hostile checkpoint must end in a `CheckpointError` or with the right data, within a few seconds and
-little memory; nothing is executed, and nothing outside the checkpoint's folder is opened.
+little memory. Nothing from it may be executed, and nothing outside its folder may be opened.
 """
 
 import json
@@ -28,11 +28,11 @@ from attacks.forge import BIAS, KNOWN_TYPES, WEIGHT, Attack, make_good
 from attacks.on_values import canary
 
 MEMORY_BYTES = 4 << 30
-"""What the process may take on top of what it has once torch is imported."""
+"""The memory that the process may take beyond what it has after importing torch."""
 CPU_S = 20
-"""What one use of one checkpoint may take; ordinary ones take milliseconds."""
+"""The CPU time that one use of one checkpoint may take; ordinary uses take milliseconds."""
 MESSAGE_LETTERS = 200_000
-"""A message that is longer floods the logs of whoever meets the checkpoint."""
+"""The longest allowed message: a longer one floods the logs."""
 FORBIDDEN = ("pickle.find_class", "os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "marshal.loads")
 
 
@@ -41,7 +41,7 @@ class Stuck(BaseException):
 
 
 class Bag:
-    """A stateful object, for which the checkpoint decides what it gets."""
+    """A stateful object: the checkpoint decides what it gets."""
 
     def __init__(self) -> None:
         self.got: dict[str, Any] = {}
@@ -51,12 +51,12 @@ class Bag:
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Keep what comes."""
+        """Keep the state."""
         self.got = state
 
 
 class Watch:
-    """Notes what happens behind our back: code that is run, and files outside the folder that are opened."""
+    """Records forbidden events: code that is run, and files outside the folder that are opened."""
 
     def __init__(self) -> None:
         self.folder: Path | None = None
@@ -64,7 +64,7 @@ class Watch:
         sys.addaudithook(self.notice)
 
     def notice(self, event: str, args: tuple[Any, ...]) -> None:
-        """Called by Python for everything that can be audited."""
+        """Called by Python for every event that can be audited."""
         if self.folder is None:
             return
         if event in FORBIDDEN:
@@ -74,13 +74,13 @@ class Watch:
             paths = [_place(event, a) for a in args[:2] if isinstance(a, str) and a.startswith("/")]
             if any(path.startswith(outside) or path == "/dev/zero" for path in paths):
                 self.seen.append(f"{event} {paths}")
-            # Names without a folder are opened inside an open folder: then no link may be followed.
+            # A relative name is opened inside an open folder. It must not follow links.
             elif event == "open" and not str(args[0]).startswith("/") and not args[2] & os.O_NOFOLLOW:
                 self.seen.append(f"{event} {args[0]!r} follows links")
 
 
 def _place(event: str, path: str) -> str:
-    """Where a path leads. Removing or renaming a link does not follow it."""
+    """The file that a path leads to. Removing or renaming a link does not follow it."""
     if event in ("os.remove", "os.rename", "os.link"):
         return os.path.join(os.path.realpath(os.path.dirname(path)), os.path.basename(path))
     return os.path.realpath(path)
@@ -94,7 +94,7 @@ def _opened(folder: Path) -> milepost.Checkpoint:
 
 
 def use_open(folder: Path) -> str | None:
-    """Open it and look at what is there at once."""
+    """Open it, and look at what is known without reading more."""
     with _opened(folder) as ckpt:
         repr(ckpt)
         return None if ckpt.world >= 1 else "no ranks"
@@ -103,7 +103,7 @@ def use_open(folder: Path) -> str | None:
 def use_metadata(folder: Path) -> str | None:
     """Read the metadata."""
     with _opened(folder) as ckpt:
-        return None if isinstance(ckpt.metadata, dict) else "metadata is no dict"
+        return None if isinstance(ckpt.metadata, dict) else "metadata is not a dict"
 
 
 def use_list(folder: Path) -> str | None:
@@ -111,7 +111,7 @@ def use_list(folder: Path) -> str | None:
     with _opened(folder) as ckpt:
         keys = list(ckpt)
         if len(keys) != len(ckpt):
-            return "the keys do not fit their number"
+            return "the number of keys is wrong"
         for tensor in list(ckpt.tensors.values())[:10]:
             repr((tensor, tensor.layout, tensor.size_bytes))
         return None
@@ -148,7 +148,7 @@ def use_slice(folder: Path) -> str | None:
 
 
 def use_evil(folder: Path) -> str | None:
-    """Read the forged keys, where there are some."""
+    """Read up to 1,000 keys, the forged ones included."""
     with _opened(folder) as ckpt:
         for key in list(ckpt)[:1000]:
             ckpt[key]
@@ -165,7 +165,7 @@ def use_state(folder: Path) -> str | None:
 
 
 def use_load(folder: Path) -> str | None:
-    """Load into a state that fits, whatever the forger added to it."""
+    """Load into a state that fits, including what the forger added."""
     target = _target()
     with _opened(folder) as ckpt:
         if "evil" in ckpt.manifest.tree[-1].key:
@@ -175,7 +175,7 @@ def use_load(folder: Path) -> str | None:
 
 
 def use_load_partly(folder: Path) -> str | None:
-    """Load what is good into a state that knows nothing of the rest."""
+    """Load the good part into a state that lacks the rest."""
     target = _target()
     milepost.load(target, folder, types=KNOWN_TYPES, allow_unexpected=True)
     return _compare(target["model"], target, None)
@@ -189,7 +189,7 @@ def use_load_bytes(folder: Path) -> str | None:
 
 
 def use_stateful(folder: Path) -> str | None:
-    """Load into a stateful object, for which the checkpoint decides."""
+    """Load into a stateful object: the checkpoint decides what it gets."""
     target = {"model": Bag()}
     milepost.load(target, folder, types=KNOWN_TYPES, allow_unexpected=True)
     return _compare(target["model"].got, {"step": 7, "names": ["a", ("b", 3)]}, None)
@@ -202,7 +202,7 @@ def use_explain(folder: Path) -> str | None:
 
 
 def use_save(folder: Path) -> str | None:
-    """Save over it, which sweeps what was there, and read that back."""
+    """Save over it, which sweeps the old files, and read the new checkpoint."""
     milepost.save({"x": WEIGHT}, folder)
     with milepost.open(folder) as ckpt:
         return None if torch.equal(ckpt["x"].read(), WEIGHT) else "what was saved over it is wrong"
@@ -235,14 +235,14 @@ USES: dict[str, Callable[[Path], str | None]] = {
 }
 
 AT_THE_DOOR = ("open", "load", "explain", "save")
-"""What is tried where opening must fail already; all other uses open it in the same way."""
+"""The uses that are tried if opening must fail; all other uses open it in the same way."""
 
 # ---------------------------------------------------------------- the trial
 
 
 @contextmanager
 def deadline(cpu_s: float) -> Iterator[None]:
-    """Raise Stuck here after so much CPU time."""
+    """Raise Stuck in the block after this much CPU time."""
 
     def stop(_signal: int, _frame: object) -> None:
         raise Stuck
@@ -256,7 +256,7 @@ def deadline(cpu_s: float) -> Iterator[None]:
 
 
 def outcome_of(use: Callable[[Path], str | None], folder: Path) -> str:
-    """What came of one use: "right", "refused", or a description of what went wrong."""
+    """The outcome of one use: "right", "refused", or a description of what went wrong."""
     try:
         with deadline(CPU_S):
             problem = use(folder)
@@ -264,7 +264,7 @@ def outcome_of(use: Callable[[Path], str | None], folder: Path) -> str:
         if len(str(error)) > MESSAGE_LETTERS:
             return f"a message of {len(str(error))} letters: {str(error)[:200]}"
         return f"refused {type(error).__name__}: {str(error)[:300]}"
-    except (Exception, Stuck) as error:  # noqa: BLE001  # whatever it is, it is reported
+    except (Exception, Stuck) as error:  # noqa: BLE001  # reported, of any type
         return f"{type(error).__name__}: {str(error)[:300]}"
     return "right" if problem is None else f"wrong: {problem}"
 
@@ -299,18 +299,18 @@ def _contents(place: Path) -> dict[str, bytes]:
 
 
 def limit_memory() -> None:
-    """Allow this process MEMORY_BYTES more than it has."""
+    """Limit this process to MEMORY_BYTES more than it has."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     most = pages * resource.getpagesize() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
 def main(names: list[str]) -> None:
-    """Run the attacks of these names, or all."""
+    """Run the attacks with these names, or all."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as warm:
-        make_good(Path(warm) / "a")  # what is imported late is imported now
+        make_good(Path(warm) / "a")  # import now what would be imported late
         for use in USES.values():
             use(Path(warm) / "a") if use is not use_load_bytes else None
     if Path("/proc/self/statm").exists():

@@ -2,9 +2,9 @@
 
     .venv/bin/python examples/demo.py --output demo-output
 
-First the job runs uninterrupted on 4 ranks. Then the same job is started on 4 ranks and killed, resumed on 2 and killed,
-and resumed on 3 to the end. Every loss is compared with the uninterrupted run, and every state that was loaded with the
-state that was saved. Exits with 1 and says why if anything is not as it should be.
+First the job runs uninterrupted on 4 ranks. Then the same job is started on 4 ranks and killed, resumed on 2 and
+killed, and resumed on 3 to the end. Every loss is compared with the uninterrupted run, and every loaded state with the
+saved one. Exits with 1 and says why if anything is wrong.
 """
 
 import argparse
@@ -31,15 +31,15 @@ from torch.distributed import TCPStore
 import milepost
 
 TOLERANCE = 1e-12
-"""The largest relative difference of a loss on another number of ranks: the same sums in float64, in another order."""
+"""The largest relative difference of a loss on another number of ranks, which adds float64 numbers in another order."""
 PHASE_LIMIT_S = 300.0
 PRELOADED = ["torch._dynamo", "torch.distributed.fsdp", "matplotlib.figure", "milepost.api"]
-"""What one server imports, once, for all processes that it forks: importing torch takes longer than all the training."""
+"""What the fork server imports once for all its processes: importing torch takes longer than the training."""
 MARKER = ".milepost-demo"
 
 
 class DemoFailed(Exception):
-    """Something is not as the demo promises."""
+    """A check of the demo failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Phase:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the coordinator of a phase said. Digests are by the name of the checkpoint."""
+    """What rank 0 of a phase printed. `saved` and `loaded` have a digest for the name of each checkpoint."""
 
     phase: Phase
     text: str
@@ -64,7 +64,7 @@ class Outcome:
 
     @property
     def resumed_from(self) -> str | None:
-        """The checkpoint that it went on from."""
+        """The name of the checkpoint that the phase resumed from."""
         return next(iter(self.loaded), None)
 
 
@@ -93,7 +93,7 @@ def demo(output: Path, steps: int) -> None:
 
 
 def run_phase(phase: Phase, steps: int, every: int) -> Outcome:
-    """Start the ranks of one phase, and wait until they are done, or until one dies and the others are killed with it."""
+    """Run the ranks of one phase until all are done, or until one dies and the others are killed with it."""
     print(f"{phase.name}: {phase.ranks} ranks ...", flush=True)
     logs = [phase.run.parent / "logs" / f"{phase.name.replace(' ', '-')}-rank-{r}.log" for r in range(phase.ranks)]
     with started(Job(phase.run, steps, every, phase.death), logs) as ranks:
@@ -108,8 +108,8 @@ def run_phase(phase: Phase, steps: int, every: int) -> Outcome:
 
 @contextlib.contextmanager
 def started(job: Job, logs: list[Path]) -> Iterator[list[ForkServerProcess]]:
-    """One process for each log, with what torchrun would set. None of them is left at the end, in any case."""
-    # As under torchrun, the launcher holds the job's store: the system picks a free port, and no rank can take it away.
+    """One process for each log, with the variables that torchrun sets. No process is left at the end, in any case."""
+    # As under torchrun, the launcher holds the job's store: the system picks a free port, and no rank can take it.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {
         "MASTER_ADDR": "127.0.0.1",
@@ -137,7 +137,7 @@ def started(job: Job, logs: list[Path]) -> Iterator[list[ForkServerProcess]]:
 
 
 def wait(ranks: list[ForkServerProcess], phase: Phase) -> list[int | None]:
-    """The exit codes when all ranks have ended or the first one has failed; None for those that still run."""
+    """The exit codes after all ranks have ended or the first one has failed; None for ranks that still run."""
     deadline = time.monotonic() + PHASE_LIMIT_S
     while time.monotonic() < deadline:
         codes = [rank.exitcode for rank in ranks]
@@ -149,18 +149,18 @@ def wait(ranks: list[ForkServerProcess], phase: Phase) -> list[int | None]:
 
 
 def check_end(phase: Phase, codes: list[int | None], logs: list[Path]) -> None:
-    """The phase ended as it should: with success on all ranks, or with the death of the one that was to die."""
+    """Check that the phase ended with success on all ranks, or with the death of the rank that was to die."""
     doomed = phase.death.rank if phase.death else None
     for rank, code in enumerate(codes):
         if code and not (rank == doomed and code == -signal.SIGKILL):
             tail = "\n  ".join(logs[rank].read_text().splitlines()[-20:])
             raise DemoFailed(f"{phase.name}: rank {rank} ended with {code}. The end of {logs[rank]}:\n  {tail}")
     if doomed is not None and not codes[doomed]:
-        raise DemoFailed(f"{phase.name}: rank {doomed} was to be killed in the middle of a save, and was not")
+        raise DemoFailed(f"{phase.name}: rank {doomed} was not killed in the middle of a save")
 
 
 def parse(phase: Phase, text: str) -> Outcome:
-    """What the coordinator said, as data."""
+    """The output of rank 0 as data."""
     losses = {int(step): float(loss) for step, loss in re.findall(r"^step (\d+)  loss (\S+)$", text, re.MULTILINE)}
     saved = dict(re.findall(r"^saving (\S+)  digest (\S+)$", text, re.MULTILINE))
     loaded = dict(re.findall(r"^loaded (\S+)  digest (\S+)$", text, re.MULTILINE))
@@ -168,7 +168,7 @@ def parse(phase: Phase, text: str) -> Outcome:
 
 
 def show_unfinished(run: Path, death: Death) -> None:
-    """Print what the killed save left. Raises DemoFailed if that could be taken for a checkpoint."""
+    """Print what the killed save left. Raises DemoFailed if it opens as a checkpoint."""
     before, newest = sorted(run.glob("step-*"))[-2:]
     expected = {file.name: file.stat().st_size for file in before.glob("data/*/*")}
     print(f"  {death.words}, and all other ranks with it. {newest.name} now holds:")
@@ -176,29 +176,29 @@ def show_unfinished(run: Path, death: Death) -> None:
         size = f"{file.stat().st_size:>9,} of {expected.get(file.name, 0):,} bytes"
         print(f"    {file.relative_to(newest)}  {size}")
     if newest.name != f"step-{death.step:04d}":
-        raise DemoFailed(f"the save of step {death.step} left nothing at all; it was to be killed in the middle")
+        raise DemoFailed(f"the save of step {death.step} left nothing; it should have been killed in the middle")
     try:
         milepost.open(newest).close()
     except milepost.CheckpointNotFound:
         print("    no manifest, so this is not a checkpoint")
     else:
-        raise DemoFailed(f"{newest} opens as a checkpoint, and its save was killed")
+        raise DemoFailed(f"{newest} opens as a checkpoint, although its save was killed")
 
 
 def check_steps(whole: Outcome, parts: list[Outcome], steps: int, every: int) -> None:
-    """Every phase did the steps that it should have done: from the checkpoint before the kill, to the next kill."""
+    """Check the steps of every phase: from the checkpoint before the last kill to the next kill."""
     spans = [(1, 4 * every), (3 * every + 1, 7 * every), (6 * every + 1, steps)]
     for outcome, (start, end) in zip([whole, *parts], [(1, steps), *spans], strict=True):
         if list(outcome.losses) != list(range(start, end + 1)):
             raise DemoFailed(
-                f"{outcome.phase.name} was to do steps {start} to {end}, and did {span(outcome) or 'none'}"
+                f"{outcome.phase.name} should do steps {start} to {end}, and did {span(outcome) or 'none'}"
             )
         if not all(map(math.isfinite, outcome.losses.values())):
             raise DemoFailed(f"{outcome.phase.name} has losses that are not finite: {outcome.losses}")
 
 
 def check_checkpoints(run: Path, count: int) -> None:
-    """All checkpoints are there and whole, those too whose save was killed and done again; of killed saves nothing is left."""
+    """Check that all checkpoints are whole, also where a killed save was repeated, and that nothing else is left."""
     paths = sorted(run.glob("step-*"))
     if len(paths) != count:
         raise DemoFailed(f"{run} holds {len(paths)} checkpoints instead of {count}")
@@ -212,10 +212,10 @@ def check_checkpoints(run: Path, count: int) -> None:
 
 
 def check_state(run: Path, before: Outcome, after: Outcome) -> None:
-    """The state after a resume is bit for bit what was saved, and what one process reads without any ranks."""
+    """Check that the state after a resume is bit for bit what was saved, and what a single process reads."""
     name = after.resumed_from
     if name is None or name not in before.saved:
-        raise DemoFailed(f"{after.phase.name} was to resume from a checkpoint of {before.phase.name}, not from {name}")
+        raise DemoFailed(f"{after.phase.name} should resume from a checkpoint of {before.phase.name}, not from {name}")
     with milepost.open(run / name) as checkpoint:
         read = digest(checkpoint.state())
     if len({before.saved[name], read, after.loaded[name]}) != 1:
@@ -230,12 +230,12 @@ def check_state(run: Path, before: Outcome, after: Outcome) -> None:
 
 
 def largest_difference(part: Outcome, whole: Outcome) -> float:
-    """The largest difference of a loss to the uninterrupted run, as a part of the loss."""
+    """The largest relative difference of a loss from the uninterrupted run."""
     return max(abs(loss - whole.losses[step]) / whole.losses[step] for step, loss in part.losses.items())
 
 
 def check_losses(parts: list[Outcome], differences: list[float]) -> None:
-    """Before the first kill the losses are bit-equal to the uninterrupted run; on other numbers of ranks nearly so."""
+    """Check the losses: bit-equal to the uninterrupted run before the first kill, within TOLERANCE after it."""
     for part, difference, limit in zip(parts, differences, [0.0, TOLERANCE, TOLERANCE], strict=True):
         if difference > limit:
             raise DemoFailed(
@@ -246,7 +246,7 @@ def check_losses(parts: list[Outcome], differences: list[float]) -> None:
 
 
 def print_table(whole: Outcome, parts: list[Outcome], differences: list[float]) -> None:
-    """One line for each phase."""
+    """Print one line for each phase."""
     row = "{:<15}{:>5}  {:<8}{:<14}{:<20}{}"
     print("\n" + row.format("phase", "ranks", "steps", "resumed from", "ended by", "largest difference of loss"))
     for outcome, difference in zip([whole, *parts], [None, *differences], strict=True):
@@ -262,14 +262,14 @@ def span(outcome: Outcome) -> str:
 
 
 def curve(outcome: Outcome) -> Curve:
-    """A phase as the picture needs it."""
+    """The curve of a phase, for the picture."""
     return Curve(outcome.phase.ranks, outcome.losses, killed=outcome.phase.death is not None)
 
 
 def prepare(output: Path) -> None:
-    """An empty folder. Only what an earlier demo made is removed."""
+    """Make an empty folder. Removes only what an earlier demo made."""
     if output.exists() and any(output.iterdir()) and not (output / MARKER).exists():
-        raise DemoFailed(f"{output} holds something that no demo made; choose another --output")
+        raise DemoFailed(f"{output} holds files that the demo did not make; choose another --output")
     if output.exists():
         shutil.rmtree(output)
     output.mkdir(parents=True)
@@ -277,7 +277,7 @@ def prepare(output: Path) -> None:
 
 
 def main() -> int:
-    """Exit code 0 if everything is as it should be."""
+    """Run the demo. The exit code is 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=40, help="a multiple of 10; default: %(default)s")

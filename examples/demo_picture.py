@@ -1,4 +1,4 @@
-"""The picture of the demo: the losses of all phases over those of the uninterrupted run, and how far they are apart."""
+"""The picture of the demo: the losses of all phases over those of the uninterrupted run, and their difference."""
 
 import itertools
 from dataclasses import dataclass

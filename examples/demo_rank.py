@@ -1,6 +1,6 @@
 """One rank of the demo: the job of `train.py`, with digests of the state, and a rank that dies in the middle of a save.
 
-The digests let the demo show that what was loaded is, bit for bit, what was saved. Death is the real one: SIGKILL from
+The digests let the demo show that the loaded state is, bit for bit, the saved one. The death is real: SIGKILL from
 inside a call to the store, so nothing in this process can tidy up.
 """
 
@@ -26,7 +26,10 @@ from milepost.testing import CountingStore
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """Which rank dies, in the save of which step, and just before which call to its store: say, the third "write"."""
+    """The rank that dies, the step whose save it dies in, and the call to its store before which it dies.
+
+    `call` and `times` are, for example, the third "write"; `words` describe it in the output.
+    """
 
     rank: int
     step: int
@@ -46,7 +49,7 @@ class Job:
 
 
 def run_rank(job: Job, environment: dict[str, str], log: Path) -> None:
-    """Be one rank: as `train.py`, with what the demo adds. Runs in a process of its own, and ends with its parent."""
+    """Run one rank of `train.py`, with what the demo adds, in this process. The process ends with its parent."""
     end_with_parent()
     os.environ.update(environment)
     with log.open("wb") as file:
@@ -61,7 +64,7 @@ def run_rank(job: Job, environment: dict[str, str], log: Path) -> None:
     def place(run: Path, step: int) -> Store | Path:
         path = train.checkpoint_at(run, step)
         if job.death and step == job.death.step - job.save_every:
-            # The next start will go on from here.
+            # The next start will resume from this checkpoint.
             train.say(f"saving {path.name}  digest {digest(state)}")
         if job.death and (job.death.rank, job.death.step) == (dist.get_rank(), step):
             return DeadlyStore(LocalStore(path), job.death)
@@ -72,7 +75,7 @@ def run_rank(job: Job, environment: dict[str, str], log: Path) -> None:
 
 
 def end_with_parent() -> None:
-    """End this process when the process that started it ends, however that happens."""
+    """End this process when its parent process ends, for any reason."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -84,14 +87,14 @@ def end_with_parent() -> None:
 
 
 class DeadlyStore(CountingStore):
-    """A store that kills this process at the call that was chosen for its death."""
+    """A store that kills this process at the call that `death` names."""
 
     def __init__(self, inner: Store, death: Death) -> None:
         super().__init__(inner)
         self._call, self._left = death.call, death.times
 
     def before(self, number: int, call: str) -> None:
-        """Die, if this is the call."""
+        """Kill the process if this is the call."""
         del number
         self._left -= call.split(maxsplit=1)[0] == self._call
         if self._left == 0:
@@ -103,10 +106,10 @@ class _Hash(Protocol):
 
 
 def digest(state: Any) -> str:
-    """A hash over everything in a state: whole tensors, values, and the keys that they stand under.
+    """A hash over everything in a state: whole tensors, values and keys.
 
-    The same for a state that is cut over ranks and for one that `milepost.open(...).state()` read in one process. A
-    collective where tensors are cut.
+    It is the same for a state that is sharded over ranks and for one that `milepost.open(...).state()` read in one
+    process. A collective if tensors are sharded.
     """
     result = hashlib.sha256()
     _add(result, state)

@@ -1,6 +1,6 @@
-"""Five ways to extend a save or load by a planner. Each is a class of a few lines; `python examples/planners.py` runs them all.
+"""Five ways to extend a save or load by a planner. Each is a class of a few lines.
 
-On several ranks: `torchrun --nproc-per-node 3 examples/planners.py`.
+`python examples/planners.py` runs them all; `torchrun --nproc-per-node 3 examples/planners.py` does it on 3 ranks.
 """
 
 import tempfile
@@ -17,7 +17,7 @@ from milepost.planning import Metadata, SavePlan, StorageMeta, WriteItem, WriteI
 
 
 class Prefixed(milepost.planning.DefaultSavePlanner):
-    """Saves everything below another name."""
+    """Saves every key with a prefix."""
 
     def __init__(self, prefix: str) -> None:
         super().__init__()
@@ -26,7 +26,7 @@ class Prefixed(milepost.planning.DefaultSavePlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """Put the prefix in front."""
+        """Add the prefix to each key."""
         renamed = {self.prefix + key: value for key, value in state_dict.items()}
         super().set_up_planner(renamed, storage_meta, is_coordinator)
 
@@ -41,26 +41,26 @@ class Unprefixed(milepost.planning.DefaultLoadPlanner):
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Look for the names in the checkpoint, and hand over under those of the state."""
+        """Use the names in the checkpoint, and remember the state with its own names."""
         self.mine = state_dict
         renamed = {self.prefix + key: value for key, value in state_dict.items()}
         super().set_up_planner(renamed, metadata, is_coordinator)
 
     def load_bytes(self, read_item: milepost.planning.ReadItem, value: Any) -> None:
-        """Values are set in the renamed dict; take them over."""
+        """Copy the values from the renamed dict to the state."""
         super().load_bytes(read_item, value)
         for key in self.mine:
             self.mine[key] = self.original_state_dict[self.prefix + key]
 
 
-# 2. Another precision: the plan and the data say the same.
+# 2. Another precision: change the plan and the data alike.
 
 
 class Half(milepost.planning.DefaultSavePlanner):
     """Saves floating-point tensors as float16."""
 
     def create_local_plan(self) -> SavePlan:
-        """Plan float16 where a tensor has more."""
+        """Plan float16 for floating-point tensors."""
         plan = super().create_local_plan()
         return replace(plan, items=[self._halved(item) for item in plan.items])
 
@@ -77,14 +77,14 @@ class Half(milepost.planning.DefaultSavePlanner):
         return found if write_item.tensor_data is None else found.to(write_item.tensor_data.properties.dtype)
 
 
-# 3. A decision over all ranks: who writes what.
+# 3. A decision for all ranks: which rank writes what.
 
 
 class RoundRobin(milepost.planning.DefaultSavePlanner):
-    """Deals replicated tensors out to the ranks of a DDP job, one after the other."""
+    """Assigns the replicated tensors of a DDP job to its ranks in turn."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Keep each whole tensor in one plan only; sharded ones stay where they are."""
+        """Keep each whole tensor in one plan only. Sharded tensors stay where they are."""
         world, turn = len(all_plans), {}
         for item in all_plans[0].items:
             if item.type is not WriteItemType.SHARD:
@@ -100,39 +100,39 @@ class RoundRobin(milepost.planning.DefaultSavePlanner):
 
 
 class WithNotes(milepost.planning.DefaultSavePlanner):
-    """Keeps a note of each rank with the checkpoint: `FileSystemReader(path).read_metadata().planner_data`."""
+    """Stores a note of each rank with the checkpoint: `CheckpointReader(path).read_metadata().planner_data`."""
 
     def __init__(self, note: dict[str, Any]) -> None:
         super().__init__(flatten_state_dict=False)
         self.note = note
 
     def create_local_plan(self) -> SavePlan:
-        """Send the note along."""
+        """Send the note with the plan."""
         return replace(super().create_local_plan(), planner_data=self.note)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Bring the notes together."""
+        """Put the notes of all ranks into the metadata."""
         plans, metadata = super().create_global_plan(all_plans)
         return plans, replace(metadata, planner_data=[plan.planner_data for plan in all_plans])
 
 
-# 5. A model without memory: give it some, only on this rank's device, only for what is there.
+# 5. A model without memory: allocate only what this rank loads, on its device.
 
 
 class Materialising(milepost.planning.DefaultLoadPlanner):
-    """Loads a model that was made on the meta device, and remembers which tensors it gave memory to."""
+    """Loads a model that was made on the meta device, and remembers which tensors it allocated."""
 
     def set_up_planner(
         self, state_dict: dict[str, Any], metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """The default planner gives memory to every tensor that has none."""
+        """Note the tensors without memory. The default planner allocates them."""
         flat = {key: value for key, value in state_dict.items() if isinstance(value, torch.Tensor)}
         self.made = sorted(key for key, value in flat.items() if value.is_meta)
         super().set_up_planner(state_dict, metadata, is_coordinator)
 
 
 def run(folder: str) -> dict[str, Any]:
-    """All five, on every rank of the job; gives what to look at."""
+    """Run all five on every rank of the job, and return their results."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     state = {"weight": torch.arange(6.0), "bias": torch.ones(2), "step": 3}
     blank = {"weight": torch.zeros(6), "bias": torch.zeros(2), "step": 0}

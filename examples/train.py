@@ -1,9 +1,9 @@
-"""A small training job that saves as it goes and resumes by itself, on any number of ranks.
+"""A small training job that saves regularly and resumes by itself, on any number of ranks.
 
     torchrun --nproc-per-node 4 examples/train.py runs/a
 
-Kill it at any moment, and start it again with 2 or 3 ranks: it goes on from the newest whole checkpoint.
-The parts that are about checkpoints are `resume` and the one call of `milepost.save`.
+Kill it at any moment, and start it again with 2 or 3 ranks: it resumes from the newest whole checkpoint.
+Only `resume` and the one call of `milepost.save` are about checkpoints.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F  # noqa: N812  # everyone's name for it
+import torch.nn.functional as F  # noqa: N812  # the usual name
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,11 +23,11 @@ import milepost
 State = dict[str, Any]
 
 VOCABULARY, WIDTH, HEADS, BLOCKS = 64, 96, 4, 3
-GLOBAL_BATCH, LENGTH = 24, 16  # 24 sequences go evenly onto 1, 2, 3 and 4 ranks
+GLOBAL_BATCH, LENGTH = 24, 16  # 24 sequences divide evenly among 1, 2, 3 and 4 ranks
 
 
 class Block(nn.Module):
-    """Attention and an MLP, each added to what came in."""
+    """Attention and an MLP, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        """The same shape as `x`: sequences, positions, width."""
+        """The output, with the shape of `x`: sequences, positions, width."""
         q, k, v = self.qkv(self.norm_1(x)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(-2))
@@ -53,7 +53,7 @@ class Transformer(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits of the next token, for all positions of all sequences in one row."""
+        """The logits of the next token, one row for each position of each sequence."""
         x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
         for block in self.blocks:
             x = block(x)
@@ -75,7 +75,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 def make_state(steps: int) -> State:
     """Everything that a checkpoint holds: the objects themselves, not copies of them."""
     torch.manual_seed(0)
-    # In float64, other ways to cut the batch change the loss by no more than the last digits.
+    # In float64, another division of the batch changes only the last digits of the loss.
     model = Transformer().to(torch.float64)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.blocks:
@@ -87,12 +87,12 @@ def make_state(steps: int) -> State:
 
 
 def checkpoint_at(run: Path, step: int) -> Path:
-    """Where the checkpoint of a step is."""
+    """The path of the checkpoint of a step."""
     return run / f"step-{step:04d}"
 
 
 def newest_whole(run: Path) -> Path | None:
-    """The newest checkpoint that was committed. What a killed job left half-written is not one, and is passed over."""
+    """The newest committed checkpoint. Skips what a killed job left unfinished."""
     for path in sorted(run.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
         try:
             milepost.open(path).close()
@@ -104,8 +104,8 @@ def newest_whole(run: Path) -> Path | None:
 
 
 def resume(state: State, run: Path) -> Path | None:
-    """Load the newest whole checkpoint into `state`, whatever number of ranks saved it. Gives the path, or None."""
-    # One rank looks and tells the others: on a network file system they might not see the same.
+    """Load the newest whole checkpoint into `state`, from any number of ranks. Returns its path, or None."""
+    # One rank looks and broadcasts what it finds: on a network file system, ranks might see different files.
     found = [newest_whole(run) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     if found[0] is not None:
@@ -117,7 +117,7 @@ def resume(state: State, run: Path) -> Path | None:
 def train(
     state: State, run: Path, steps: int, save_every: int, place: Callable[[Path, int], milepost.Store | Path]
 ) -> None:
-    """Train from where `state` is until step `steps`. `place(run, step)` says where a step is saved."""
+    """Train from the step of `state` to step `steps`. `place(run, step)` returns where a step is saved."""
     model, optimizer, scheduler = state["model"], state["optim"], state["sched"]
     while state["step"] < steps:
         step = state["step"] = state["step"] + 1
@@ -133,7 +133,7 @@ def train(
 
 
 def global_mean(loss: Tensor) -> float:
-    """The mean over the global batch, of which every rank has an equal part."""
+    """The mean over the global batch; every rank has an equal part of it."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total.item() / dist.get_world_size()

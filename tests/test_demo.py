@@ -86,5 +86,5 @@ def test_the_demo_leaves_a_folder_alone_that_it_did_not_make(tmp_path):
     process = start(tmp_path)
     text, _ = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 1
-    assert "holds something that no demo made" in text
+    assert "holds files that the demo did not make" in text
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

@@ -1,4 +1,4 @@
-"""The planners that are used unless you bring your own. Made to be extended: most extensions override one method."""
+"""The planners that are used by default. They are made to be extended: most extensions override one method."""
 
 import dataclasses
 import io
@@ -45,11 +45,12 @@ from milepost.state.tensors import Describer, dtype_name, is_sharded_tensor, new
 from milepost.state.values import Codec
 
 _SHOWN_CHARACTERS = 2000
+_NO_METADATA = "a load planner needs the metadata of the checkpoint"
 
 
 @dataclasses.dataclass
 class _Kept:
-    """What a planner remembers from a save: on every rank its own plans, on the coordinator those of all."""
+    """What a planner remembers from a save: its own plans, and on the coordinator the plans of all ranks."""
 
     sent: tuple[Any, ...] | None = None
     final: SavePlan | None = None
@@ -59,14 +60,22 @@ class _Kept:
 
 
 class DefaultSavePlanner(SavePlanner):
-    """Writes every tensor once and every value once, from nested states.
+    """Plans to write every tensor and every value of a nested state once.
 
-    To change what is written, override `set_up_planner` (rename), `create_local_plan`, `create_global_plan` (move work
-    between ranks), `lookup_object` or `transform_object` (another precision).
+    To change what is written, override `set_up_planner` (rename keys), `create_local_plan`, `create_global_plan` (move
+    work between ranks), `lookup_object` or `transform_object` (change the precision).
 
-    `flatten_state_dict`: open nested dicts and lists; without it each top-level value that is no tensor is one value.
-    `flatten_sharded_tensors`: replace a ShardedTensor whose only local shard is a ShardedTensor by that.
-    `dedup_save_to_lowest_rank`: what several ranks hold is written by the lowest, not by the one with the least to do.
+    >>> class WithoutOptimizer(milepost.planning.DefaultSavePlanner):
+    ...     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+    ...         super().set_up_planner({"model": state_dict["model"]}, storage_meta, is_coordinator)
+    >>> state = {"model": {"w": torch.ones(2)}, "optim": {"lr": 0.1}}
+    >>> _ = milepost.save(state, "memory://model-only", planner=WithoutOptimizer())
+    >>> list(milepost.open("memory://model-only"))
+    ['model.w']
+
+    `flatten_state_dict`: open nested dicts and lists. Without it, each top-level object that is no tensor is one value.
+    `flatten_sharded_tensors`: unwrap a ShardedTensor whose only local shard is itself a ShardedTensor.
+    `dedup_save_to_lowest_rank`: the lowest rank writes what several ranks hold, not the rank with the least to write.
     `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
     `types`, `allow_pickle`: as for `milepost.save`, for values.
 
@@ -84,7 +93,7 @@ class DefaultSavePlanner(SavePlanner):
         types: Iterable[type] = (),
         allow_pickle: bool = False,
     ) -> None:
-        del dedup_replicated_tensors  # without effect, here as in DCP
+        del dedup_replicated_tensors  # has no effect, as in DCP
         self.flatten_state_dict = flatten_state_dict
         self.flatten_sharded_tensors = flatten_sharded_tensors
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
@@ -111,23 +120,23 @@ class DefaultSavePlanner(SavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
         self._describer = describer_of_job()
-        # A save that did not come as far as finish_plan on this rank leaves nothing to go back to: what the coordinator
-        # remembers of it may be more.
+        # A save that did not reach finish_plan on this rank leaves nothing to reuse: the coordinator may remember more
+        # of it than this rank does.
         self._last = self._now if self._finished else None
         self._agreed = self._now if self._now.all_plans else None
         self._now, self._finished = _Kept(), False
 
     def create_local_plan(self) -> SavePlan:
-        """An item for each value, and for each box of each tensor."""
+        """One item for each value, and one for each box of each tensor."""
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
-        # A class that changes the plan afterwards decides by that whether anything changed: whoever sends it asks.
+        # A subclass may change the plan after this returns. The sender then asks whether the changed plan is new.
         overridden = type(self).create_local_plan is not DefaultSavePlanner.create_local_plan
         return plan if overridden else self.unless_unchanged(plan)
 
     def unless_unchanged(self, plan: SavePlan) -> SavePlan:
-        """The plan to send: with caching, an empty one that stands for the last one where nothing changed."""
+        """The plan to send. With caching, an empty one if nothing changed since the last save."""
         if not self.enable_plan_caching or not plan.usable:
             return plan
         self._now.sent = (fingerprint(plan), plan.planner_data)
@@ -136,13 +145,13 @@ class DefaultSavePlanner(SavePlanner):
         return plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Remove what is double, describe what is left, and check it. Raises ValueError with all that is wrong."""
+        """Remove duplicates, describe what is left, and check it. Raises ValueError with all that is wrong."""
         last, now = self._agreed or _Kept(), self._now
         unchanged = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
         if unchanged and len(last.all_plans) != len(all_plans):
             raise InvalidRequest(
-                f"ranks {unchanged} say that their plans are those of an earlier save, which the coordinator's planner was "
-                "not part of. Give every rank a new planner, or none."
+                f"ranks {unchanged} say that their plans are those of an earlier save, but the coordinator's planner "
+                "has no plans of it. Give every rank a new planner, or none."
             )
         if not self.enable_plan_caching:
             return self._global_plan(all_plans)
@@ -156,10 +165,10 @@ class DefaultSavePlanner(SavePlanner):
             plan if new.usable or not compare_save_plans(plan, old) else _unchanged(new)
             for plan, new, old in zip(plans, all_plans, last.global_plan if unchanged else plans, strict=True)
         ]
-        return sent, dataclasses.replace(metadata)  # a copy: storage adds what it knows of this save
+        return sent, dataclasses.replace(metadata)  # a copy, because storage adds its own data to it
 
     def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        _refuse(conflicts(all_plans))  # before one of two is taken for a copy of the other
+        _refuse(conflicts(all_plans))  # before deduplication takes one of two for a copy of the other
         plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
         if self.flatten_state_dict:
             metadata = dataclasses.replace(metadata, planner_data=merged_planner_data(all_plans))
@@ -167,28 +176,28 @@ class DefaultSavePlanner(SavePlanner):
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The final plan; with caching, that of the last save where nothing changed."""
+        """The final plan. With caching, the one of the last save if nothing changed."""
         if not self.enable_plan_caching:
             return new_plan
         if not new_plan.usable:
             kept = self._now.final or (self._last.final if self._last is not None else None)
             if kept is None:
-                raise InvalidRequest("this rank was told to use its last plan, and has none")
+                raise InvalidRequest("the coordinator asked this rank to use its last plan again, and it has none")
             new_plan = renewed(kept, new_plan)
         self._now.final, self._finished = new_plan, True
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of an item: looked up, and transformed."""
+        """The data of an item: `transform_object` of what `lookup_object` finds."""
         found: torch.Tensor | io.BytesIO = self.transform_object(write_item, self.lookup_object(write_item.index))
         return found
 
     def lookup_object(self, index: MetadataIndex) -> Any:
-        """What an index names in the flat state: a value, or this rank's memory of a tensor or box."""
+        """What an index names in the flat state: a value, or this rank's memory of a tensor or of a box."""
         return find_state_dict_object(self.state_dict, index, self._describer)
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002
-        """A tensor as it is; anything else as bytes."""
+        """A tensor unchanged; any other object as bytes."""
         if write_item.type is WriteItemType.BYTE_IO:
             return pack_value(object, self.codec, write_item.index.fqn)
         return object
@@ -208,10 +217,17 @@ def _refuse(errors: list[str]) -> None:
 class DefaultLoadPlanner(LoadPlanner):
     """Fills a nested state in place, box by box.
 
-    To change what is read, override `set_up_planner` (rename), `lookup_tensor` or `transform_tensor`.
+    To change what is read, override `set_up_planner` (rename keys), `lookup_tensor` or `transform_tensor`.
 
-    `flatten_state_dict`, `flatten_sharded_tensors`, `types`, `allow_pickle`: as for the save.
-    `allow_partial_load`: leave what the checkpoint lacks as it is, instead of raising RuntimeError.
+    `flatten_state_dict`, `flatten_sharded_tensors`, `types`, `allow_pickle`: as for `DefaultSavePlanner`.
+    `allow_partial_load`: leave what the checkpoint lacks unchanged, instead of raising RuntimeError.
+
+    >>> _ = milepost.save({"w": torch.ones(2)}, "memory://partial")
+    >>> state = {"w": torch.zeros(2), "new": torch.zeros(1)}
+    >>> planner = milepost.planning.DefaultLoadPlanner(allow_partial_load=True)
+    >>> _ = milepost.load(state, "memory://partial", planner=planner)
+    >>> state
+    {'w': tensor([1., 1.]), 'new': tensor([0.])}
     """
 
     def __init__(
@@ -237,7 +253,7 @@ class DefaultLoadPlanner(LoadPlanner):
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """Give memory to what is on the meta device, and flatten the state."""
+        """Give memory to tensors on the meta device, and flatten the state."""
         init_state_dict(state_dict)
         self._describer = describer_of_job()
         self.original_state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
@@ -252,20 +268,20 @@ class DefaultLoadPlanner(LoadPlanner):
         self.state_dict = state_dict
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads by overlap of boxes. Keys that torch spelled otherwise, in 2.3 or with tuples, are found too."""
+        """The reads, found by the overlap of boxes. Keys that older versions spelled in other ways are found too."""
         if self.metadata is None:
-            raise InvalidRequest("a load planner needs the metadata of the checkpoint")
+            raise InvalidRequest(_NO_METADATA)
         if self.flatten_state_dict:
             self._flatten_as_saved(set(self.metadata.state_dict_metadata))
         return create_default_local_load_plan(self.state_dict, self.metadata, not self.allow_partial_load)
 
     def _flatten_as_saved(self, saved: set[str]) -> None:
-        """Take the spelling that the checkpoint has most of, where today's does not fit."""
+        """If today's spelling of keys does not fit, use the one that most of the checkpoint's keys have."""
         if set(self.state_dict) <= saved:
             return
         flat = {era: set(flatten_state_dict(self.original_state_dict, era)[0]) for era in _ERAS}
         best = max(_ERAS, key=lambda era: (flat[era] <= saved, len(flat[era] & saved) - len(flat[era] - saved)))
-        # Whoever changed the flat state did that to today's spelling.
+        # A subclass that changed the flat state changed today's spelling: then that stays.
         if best != "now" and set(self.state_dict) == flat["now"]:
             self._flatten(best)
 
@@ -278,7 +294,7 @@ class DefaultLoadPlanner(LoadPlanner):
         return new_plan
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Decode a value and set it where it stands in the state."""
+        """Decode a value, and set it at its place in the state."""
         fqn = read_item.dest_index.fqn
         raw = isinstance(self.state_dict.get(fqn), io.BytesIO) and not isinstance(value, ValueIO)
         decoded = io.BytesIO(value.getvalue()) if raw else unpack_value(value, self.codec, fqn)
@@ -289,14 +305,14 @@ class DefaultLoadPlanner(LoadPlanner):
             self.original_state_dict[fqn] = decoded
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The memory of the box."""
+        """The memory of the item's box."""
         return self.transform_tensor(read_item, self.lookup_tensor(read_item.dest_index))
 
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """Nothing to do: the data is in the state's own memory."""
+        """Do nothing: the data is in the state's own memory already."""
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The memory, on this rank, of a tensor or box."""
+        """The memory of a tensor or of a box, on this rank."""
         found: torch.Tensor = find_state_dict_object(self.state_dict, index, self._describer)
         return found
 
@@ -311,9 +327,17 @@ _ERAS: tuple[Era, ...] = ("now", "milepost", "2.4", "2.3")
 
 
 class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
-    """Rebuilds the state from the metadata into an empty dict, on the CPU; `keys` selects keys, or all below a name.
+    """Fills an empty dict with the state of a checkpoint, on the CPU.
 
-    Raises RuntimeError for `keys` that select nothing, unless `allow_partial_load` is set.
+    `keys` selects keys, or all keys below a name; the other arguments are those of `DefaultLoadPlanner`. Raises
+    RuntimeError for `keys` that select nothing, unless `allow_partial_load` is set.
+
+    >>> _ = milepost.save({"model": {"w": torch.ones(2)}, "step": 7}, "memory://whole")
+    >>> state = {}
+    >>> planner = milepost.planning.EmptyStateDictLoadPlanner(keys={"model"})
+    >>> _ = milepost.load(state, "memory://whole", planner=planner)
+    >>> state
+    {'model': {'w': tensor([1., 1.])}}
     """
 
     def __init__(self, keys: Collection[str] | None = None, *args: Any, **kwargs: Any) -> None:
@@ -327,10 +351,10 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
         if state_dict:
             raise InvalidRequest("this planner fills an empty dict")
         if metadata is None:
-            raise InvalidRequest("a load planner needs the metadata of the checkpoint")
+            raise InvalidRequest(_NO_METADATA)
         paths = metadata.planner_data if self.flatten_state_dict and isinstance(metadata.planner_data, dict) else {}
         slots = {key: _empty(key, saved) for key, saved in self._selected(metadata).items()}
-        # The metadata's own spelling, whatever these containers would be called today.
+        # The metadata's own spelling, even where today's would differ.
         self.mappings = {key: tuple(paths.get(key, ())) or (key,) for key in slots}
         for key, slot in slots.items():
             set_element(state_dict, self.mappings[key], slot)
@@ -349,7 +373,7 @@ class EmptyStateDictLoadPlanner(DefaultLoadPlanner):
 
 
 def _names_above(key: str) -> list[str]:
-    """The key itself, and every name that it stands below."""
+    """The key itself, and the name of every container above it."""
     steps = key.split(".")
     return [".".join(steps[: n + 1]) for n in range(len(steps))]
 
@@ -361,9 +385,9 @@ def _empty(key: str, saved: STORAGE_TYPES) -> torch.Tensor | None:
 
 
 def flatten_sharded_tensors(state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
-    """The state with each ShardedTensor that only wraps another sharded tensor replaced by that one.
+    """The state, with each ShardedTensor that only wraps another sharded tensor replaced by the inner one.
 
-    FSDP1 over tensor parallelism makes those: one local shard, which is itself a ShardedTensor.
+    FSDP1 over tensor parallelism makes such tensors: one local shard, which is itself a ShardedTensor.
     """
     return {key: _unwrapped(value) for key, value in state_dict.items()}
 

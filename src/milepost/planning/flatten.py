@@ -1,7 +1,7 @@
-"""Nested state dicts as flat ones, with the key layout that DCP's users know: names joined by dots.
+"""Nested state dicts as flat ones, with the keys that users of DCP know: names joined by dots.
 
 A path has a string for each step into a mapping and a number for each step into a list. Keys of a mapping that are not
-strings are spelled; `set_element` and `get_element` find them again by their spelling, so `{0: ...}` gets its values back
+strings become strings. `set_element` and `get_element` find such keys by their text, so `{0: ...}` gets its values back
 under 0 and not under "0".
 """
 
@@ -18,13 +18,18 @@ PATH_ITEM = str | int
 OBJ_PATH = tuple[PATH_ITEM, ...]
 FLATTEN_MAPPING = dict[str, OBJ_PATH]
 Era = Literal["now", "milepost", "2.4", "2.3"]
-"""Whose rules: today's open tuples, and what holds arrays or `Sharded`; saves of Milepost without a planner only lists that
-hold tensors, at any depth; torch from 2.4 on keeps tuples and such closed; older ones also mappings without tensors."""
+"""Whose rules decide which containers are opened.
+
+"now": mappings, and lists and tuples that hold tensors, arrays, `Sharded` or mappings. "milepost": saves of Milepost
+without a planner; as "now", but lists and tuples without tensors at any depth stay closed. "2.4": torch from 2.4 on; as
+"now", but tuples and lists of arrays or `Sharded` stay closed. "2.3": older versions of torch; as "2.4", but mappings
+without tensors stay closed too.
+"""
 
 Visitor = Callable[[OBJ_PATH, Any], None]
 
 
-_MAX_LIST = 2**24  # a list in a state; a path that says more comes from damaged or forged metadata
+_MAX_LIST = 2**24  # a longer list in a path comes from damaged or forged metadata
 
 
 def _is_torch_tensor(value: Any) -> bool:
@@ -36,7 +41,13 @@ def _is_any_tensor(value: Any) -> bool:
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any], era: Era = "now") -> tuple[dict[str, Any], FLATTEN_MAPPING]:
-    """The state as one flat dict, and for each of its keys the path to where it stood. Raises ValueError for equal keys."""
+    """The state as one flat dict, and for each of its keys the path to where it stood.
+
+    Raises ValueError where two paths give the same key. `era`: whose rules decide which containers are opened.
+
+    >>> milepost.planning.flatten_state_dict({"model": {"w": 1.5}, "sizes": [2, 3]})
+    ({'model.w': 1.5, 'sizes': [2, 3]}, {'model.w': ('model', 'w'), 'sizes': ('sizes',)})
+    """
     flat: dict[str, Any] = {}
     paths: FLATTEN_MAPPING = {}
 
@@ -51,7 +62,11 @@ def flatten_state_dict(state_dict: Mapping[Any, Any], era: Era = "now") -> tuple
 
 
 def unflatten_state_dict(state_dict: Mapping[str, Any], mapping: FLATTEN_MAPPING) -> dict[str, Any]:
-    """The nested state whose flat form this is."""
+    """The nested state of a flat one. `mapping` has the path of each key, as `flatten_state_dict` returns it.
+
+    >>> milepost.planning.unflatten_state_dict({"model.w": 1.5}, {"model.w": ("model", "w")})
+    {'model': {'w': 1.5}}
+    """
     nested: dict[str, Any] = {}
     for key, value in state_dict.items():
         set_element(nested, mapping[key], value)
@@ -65,11 +80,14 @@ def traverse_state_dict(
     *,
     era: Era = "now",
 ) -> None:
-    """Call the visitor with each leaf. Lists without mappings, and without what `keep_traversing` wants, are one leaf."""
+    """Call the visitor with the path and value of each leaf.
+
+    A list or tuple is one leaf, unless it holds mappings or something that `keep_traversing` accepts.
+    """
     sequences = (list,) if era[0] == "2" else (list, tuple)
 
     def opens(value: Any) -> bool:
-        """Whether a container is entered."""
+        """Whether the walk enters this value."""
         if isinstance(value, Mapping):
             return era != "2.3" or any(wanted(item) for item in value.values())
         return isinstance(value, sequences) and any(wanted(item) for item in value)
@@ -94,9 +112,9 @@ def traverse_state_dict(
 
 
 def set_element(root_dict: MutableMapping[Any, Any], path: OBJ_PATH, value: Any) -> None:
-    """Set what stands at `path`, making the dicts and lists that are not there. Tuples on the way are replaced.
+    """Set the value at `path`. Missing dicts and lists are made; tuples on the way are replaced.
 
-    Raises KeyError where something stands on the way that cannot hold the rest of the path.
+    Raises KeyError where an object on the way cannot hold the rest of the path.
     """
     _set(root_dict, path, value)
 
@@ -123,13 +141,13 @@ def _set(container: Any, path: OBJ_PATH, value: Any) -> Any:
 
 
 def tuple_like(model: tuple[Any, ...], items: Iterable[Any]) -> tuple[Any, ...]:
-    """A tuple of these items; a named one where the model is."""
+    """A tuple of these items, of the same named tuple type as the model where it has one."""
     make: Callable[[Iterable[Any]], tuple[Any, ...]] = getattr(type(model), "_make", tuple)
     return make(items)
 
 
 def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any = None) -> Any:
-    """What stands at `path`, or the default where there is nothing."""
+    """The value at `path`, or the default if there is none."""
     found: Any = root_dict
     for step in path:
         if isinstance(found, Mapping):
@@ -145,10 +163,10 @@ def get_element(root_dict: Mapping[Any, Any], path: OBJ_PATH, default_value: Any
 
 
 def _key_in(container: Mapping[Any, Any], step: PATH_ITEM) -> Any:
-    """The key of a mapping that is spelled like a step of a path."""
+    """The key of a mapping whose text is the given step of a path."""
     if step in container:
         return step
-    # Numbers first: an optimizer has thousands of them.
+    # Numbers first: an optimizer's state has thousands of them.
     number = number_of(step) if isinstance(step, str) else None
     if number is not None and number in container:
         return number

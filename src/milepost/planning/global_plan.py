@@ -1,4 +1,4 @@
-"""Plans of all ranks: made from states, compared, merged, freed of what several would write, and checked."""
+"""Plans of all ranks: made from states, compared, merged, deduplicated and checked."""
 
 import dataclasses
 import logging
@@ -45,7 +45,12 @@ _SHOWN = 50
 
 
 def create_default_local_save_plan(state_dict: Mapping[str, Any], is_coordinator: bool) -> SavePlan:
-    """What this rank holds of a flat state, whether or not others hold it too; the global plan removes what is double."""
+    """The plan to write all that this rank holds of a flat state. The global plan removes what other ranks hold too.
+
+    >>> plan = milepost.planning.create_default_local_save_plan({"w": torch.ones(2), "step": 7}, is_coordinator=True)
+    >>> [(item.index.fqn, item.type.name) for item in plan.items]
+    [('w', 'TENSOR'), ('step', 'BYTE_IO')]
+    """
     del is_coordinator
     describer = describer_of_job()
     here = [(fqn, value) for fqn, value in state_dict.items() if _is_here(value)]
@@ -53,7 +58,7 @@ def create_default_local_save_plan(state_dict: Mapping[str, Any], is_coordinator
 
 
 def create_default_metadata_only_plan(state_dict: Mapping[str, Any]) -> SavePlan:
-    """The plan that describes a state completely: for a ShardedTensor all its shards, not just this rank's."""
+    """The plan that describes a state completely: it has all shards of a ShardedTensor, not only those of this rank."""
     items: list[WriteItem] = []
     for fqn, value in state_dict.items():
         if is_sharded_tensor(value):
@@ -64,30 +69,37 @@ def create_default_metadata_only_plan(state_dict: Mapping[str, Any]) -> SavePlan
 
 
 def create_default_local_metadata(state_dict: Mapping[str, Any]) -> Metadata:
-    """The metadata of a checkpoint that this state alone would make."""
+    """The metadata of a checkpoint that holds this state alone."""
     return create_default_global_save_plan([create_default_metadata_only_plan(state_dict)])[1]
 
 
 def _item_of_shard(fqn: str, value: Any, shard: Any) -> WriteItem:
-    told = value.metadata()
+    whole = value.metadata()
     chunk = ChunkStorageMetadata(torch.Size(shard.shard_offsets), torch.Size(shard.shard_sizes))
-    properties = TensorProperties(told.tensor_properties.dtype)
+    properties = TensorProperties(whole.tensor_properties.dtype)
     return WriteItem(
         MetadataIndex(fqn, chunk.offsets),
         WriteItemType.SHARD,
-        tensor_data=TensorWriteData(chunk, properties, torch.Size(told.size)),
+        tensor_data=TensorWriteData(chunk, properties, torch.Size(whole.size)),
     )
 
 
 def _is_here(value: Any) -> bool:
-    """Whether this rank takes part in a tensor: one outside of a DTensor's mesh holds nothing of it."""
+    """Whether this rank takes part in a tensor: a rank outside a DTensor's mesh holds nothing of it."""
     return not isinstance(value, DTensor) or value.device_mesh.get_coordinate() is not None
 
 
 def create_default_local_load_plan(state_dict: Mapping[str, Any], metadata: Metadata, strict: bool = True) -> LoadPlan:
-    """What this rank reads for a flat state.
+    """The plan to read all that this rank holds of a flat state.
 
-    Raises RuntimeError with all missing keys (if `strict`), and ValueError with all that were saved in another size.
+    Raises RuntimeError with all keys that the checkpoint lacks (if `strict`), and ValueError with all that have another
+    size there.
+
+    >>> _ = milepost.save({"w": torch.ones(2)}, "memory://local-load")
+    >>> metadata = milepost.planning.CheckpointReader("memory://local-load").read_metadata()
+    >>> plan = milepost.planning.create_default_local_load_plan({"w": torch.zeros(2)}, metadata)
+    >>> [item.dest_index.fqn for item in plan.items]
+    ['w']
     """
     describer = describer_of_job()
     items, missing, wrong = [], [], []
@@ -119,7 +131,11 @@ def _size_of(value: Any) -> torch.Size | None:
 
 
 def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]:
-    """The same plans: each rank reads what it wants."""
+    """The same plans: each rank reads what its own plan says.
+
+    >>> milepost.planning.create_default_global_load_plan([milepost.planning.LoadPlan([])])
+    [LoadPlan(items=[], storage_data=None, planner_data=None)]
+    """
     return all_plans
 
 
@@ -127,10 +143,15 @@ def create_default_global_load_plan(all_plans: list[LoadPlan]) -> list[LoadPlan]
 
 
 def dedup_save_plans(all_plans: list[SavePlan], save_to_lowest_rank: bool = False) -> list[SavePlan]:
-    """The same plans without what several ranks would write: that goes to the rank that has the fewest bytes so far.
+    """The same plans without duplicates: what several ranks hold goes to the rank with the fewest bytes so far.
 
-    The largest items are given out first, so that the small ones even out the rest. With `save_to_lowest_rank`, the
+    The largest items are assigned first, so that the small ones even out the load. With `save_to_lowest_rank`, the
     lowest rank that holds an item writes it.
+
+    >>> plan = milepost.planning.create_default_local_save_plan({"a": torch.ones(2), "b": torch.ones(2)}, True)
+    >>> deduplicated = milepost.planning.dedup_save_plans([plan, plan])
+    >>> [[item.index.fqn for item in plan.items] for plan in deduplicated]
+    [['a'], ['b']]
     """
     holders: dict[MetadataIndex, list[int]] = {}
     sizes: dict[MetadataIndex, int] = {}
@@ -167,7 +188,15 @@ def _size_bytes(item: WriteItem) -> int:
 def create_default_global_save_plan(
     all_plans: list[SavePlan], rewrite_index_hints: bool = True
 ) -> tuple[list[SavePlan], Metadata]:
-    """The metadata of what all plans write together, and the plans with hints where in it each box stands."""
+    """The plans, with a hint at the position of each box in the metadata, and the metadata of all that they write.
+
+    The plans have no duplicates: see `dedup_save_plans`. `rewrite_index_hints=False` leaves the plans unchanged.
+
+    >>> plan = milepost.planning.create_default_local_save_plan({"w": torch.ones(2)}, is_coordinator=True)
+    >>> plans, metadata = milepost.planning.create_default_global_save_plan([plan])
+    >>> list(metadata.state_dict_metadata)
+    ['w']
+    """
     known: dict[str, STORAGE_TYPES] = {}
     plans = []
     for plan in all_plans:
@@ -181,10 +210,10 @@ def create_default_global_save_plan(
 
 
 def _added(item: WriteItem, known: dict[str, STORAGE_TYPES]) -> int | None:
-    """Describe an item in the metadata. Gives the place of its box in the list of the tensor's boxes."""
+    """Describe an item in the metadata, and return the position of its box in the tensor's list of boxes."""
     fqn, data = item.index.fqn, item.tensor_data
     if item.type is not WriteItemType.SHARD and fqn in known:
-        raise AssertionError(f"{fqn} is written twice: remove what is double with dedup_save_plans first")
+        raise AssertionError(f"{fqn} is written twice: remove duplicates with dedup_save_plans first")
     if data is None:
         known[fqn] = BytesStorageMetadata()
         return None
@@ -195,12 +224,18 @@ def _added(item: WriteItem, known: dict[str, STORAGE_TYPES]) -> int | None:
 
 
 def merged_planner_data(plans: Sequence[SavePlan]) -> dict[str, Any]:
-    """The planner data of all plans in one dict; where several have a key, the first counts."""
+    """The planner data of all plans in one dict. Where several plans have a key, the first one counts."""
     return dict(ChainMap(*[plan.planner_data for plan in plans if plan.planner_data]))
 
 
 def validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> list[str]:
-    """All that is wrong with the boxes of each tensor: outside of it, overlapping, of different types, leaving holes."""
+    """All problems with the boxes of each tensor: outside of it, overlapping, of different types, leaving holes.
+
+    >>> plan = milepost.planning.create_default_local_save_plan({"w": torch.ones(2)}, is_coordinator=True)
+    >>> plans, metadata = milepost.planning.create_default_global_save_plan([plan])
+    >>> milepost.planning.validate_global_plan(plans, metadata)
+    []
+    """
     errors = conflicts(global_plan)
     for key, value in metadata.state_dict_metadata.items():
         if isinstance(value, BytesStorageMetadata):
@@ -215,7 +250,7 @@ def validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> lis
             f"key:{key} has overlapping chunks: {value.chunks[i]} {value.chunks[j]}" for i, j in overlapping(boxes)
         ]
         volume, filled = math.prod(value.size), sum(box.elements for box in boxes)
-        if len(global_plan) > 1 and volume != filled:  # one process alone may save what it has of a tensor
+        if len(global_plan) > 1 and volume != filled:  # a single process may save the part of a tensor that it has
             errors.append(f"key:{key} invalid fill tensor-volume: {volume} chunks-volume: {filled}")
     for error in errors[:_SHOWN]:
         _log.warning("%s", error)
@@ -223,7 +258,7 @@ def validate_global_plan(global_plan: list[SavePlan], metadata: Metadata) -> lis
 
 
 def conflicts(plans: Sequence[SavePlan]) -> list[str]:
-    """Keys that ranks describe in different ways: with other types or sizes, or as a tensor and as a value."""
+    """The keys that ranks describe in different ways: with other types or sizes, or as a tensor and as a value."""
     seen: dict[str, tuple[int, str]] = {}
     errors: dict[str, None] = {}
     for rank, plan in enumerate(plans):
@@ -248,7 +283,7 @@ def _is_inside(size: torch.Size, chunk: ChunkStorageMetadata) -> bool:
 
 
 def overlapping(boxes: list[Box]) -> list[tuple[int, int]]:
-    """The pairs of boxes that share elements, by a sweep along the most cut dimension."""
+    """The pairs of boxes that share elements, found by a sweep along the dimension with the most cuts."""
     boxed = [(i, box) for i, box in enumerate(boxes) if box.elements]
     if len(boxed) < 2:
         return []
@@ -273,7 +308,7 @@ def compare_save_plans(plan: SavePlan, other_plan: SavePlan) -> bool:
 
 
 def fingerprint(plan: SavePlan) -> tuple[Any, ...]:
-    """All of a plan that decides what is written, as it is now: items may be changed later by whoever made them."""
+    """A copy of everything in a plan that decides what is written: the plan's maker may change its items later."""
     return tuple(
         (item.index.fqn, item.index.offset, item.index.index, item.type.name, item.bytes_io_data, _data(item))
         for item in plan.items
@@ -293,12 +328,12 @@ def contains_usable_plan(delta_plans: Sequence[SavePlan]) -> bool:
 
 
 def merge_delta_local_plans(cached_plans: Sequence[SavePlan], delta_plans: Sequence[SavePlan]) -> list[SavePlan]:
-    """The plans of all ranks: the new one where it changed, else the one of the last time."""
+    """The plans of all ranks: the new plan of a rank where it changed, else its last one."""
     return [new if new.usable else renewed(cached, new) for cached, new in zip(cached_plans, delta_plans, strict=True)]
 
 
 def renewed(cached: SavePlan, unchanged: SavePlan) -> SavePlan:
-    """The plan of the last time, with what storage says of this time: it may write to another place."""
+    """The last plan, with the storage data of this save: storage may write to another place now."""
     if unchanged.storage_data is None:
         return cached
     return dataclasses.replace(cached, storage_data=unchanged.storage_data)

@@ -1,4 +1,4 @@
-"""From objects of a state to items of a plan: what to write for each, and what to read by overlap of boxes."""
+"""The items of a plan for the objects of a state: what to write, and what to read, found by the overlap of boxes."""
 
 import io
 from bisect import bisect_left, insort
@@ -44,7 +44,7 @@ from milepost.state.tensors import (
 
 
 class _JobRanks(Solo):
-    """The ranks of the whole job, for describing what this one holds. Nobody meets here."""
+    """The ranks of the whole job, to describe what this one holds. Ranks do not meet through it."""
 
     def __init__(self) -> None:
         if dist.is_available() and dist.is_initialized():
@@ -55,7 +55,7 @@ class _JobRanks(Solo):
 
 
 def describer_of_job() -> Describer:
-    """What tells this rank's boxes of tensors. Keep one for many tensors: it works out each kind of cut once."""
+    """A describer of the boxes that this rank holds. Use one for many tensors: it works out each kind of cut once."""
     return Describer(_JobRanks())
 
 
@@ -73,9 +73,13 @@ def is_distributed(value: Any) -> bool:
 
 
 def create_write_items(fqn: str, value: Any, describer: Describer | None = None) -> list[WriteItem]:
-    """What to write for an object: one item for a tensor or bytes, one for each box of a sharded tensor.
+    """The items to write for an object: one for a tensor or a value, one for each box of a sharded tensor.
 
-    Other tensor types say it by themselves, by torch's `__create_write_items__`.
+    A tensor type that has torch's `__create_write_items__` is asked for its items.
+
+    >>> boxes = milepost.Sharded((4, 2), {(0, 0): torch.ones(2, 2), (2, 0): torch.ones(2, 2)})
+    >>> [item.index.offset for item in milepost.planning.create_write_items("w", boxes)]
+    [torch.Size([0, 0]), torch.Size([2, 0])]
     """
     if is_distributed(value):
         return create_write_items_for_shards(fqn, value, describer)
@@ -89,16 +93,16 @@ def create_write_items(fqn: str, value: Any, describer: Describer | None = None)
 
 
 def create_write_items_for_shards(fqn: str, value: Any, describer: Describer | None = None) -> list[WriteItem]:
-    """An item for each box that this rank holds of a DTensor, ShardedTensor or Sharded; none for boxes without elements.
+    """One item for each box with elements that this rank holds of a DTensor, ShardedTensor or Sharded.
 
-    Of a tensor without elements every rank holds the whole: else nobody would write that there is one.
+    Every rank counts as holding the whole of a tensor without elements; otherwise no rank would record the tensor.
     """
     local = local_tensor(value, fqn, describer)
     return [_shard(fqn, part, torch.Size(local.shape)) for part in _solid(local)]
 
 
 def _solid(local: LocalTensor) -> tuple[Part, ...]:
-    """The parts that have elements: an empty one may start where another does, and they are told apart by that."""
+    """The parts that have elements. Offsets identify parts, and an empty part may share its offset with another."""
     whole = Box.whole(local.shape)
     if not whole.elements:
         return (Part(whole, new_tensor(local.dtype, local.shape)),)
@@ -112,14 +116,22 @@ def _shard(fqn: str, part: Part, size: torch.Size) -> WriteItem:
 
 
 def create_write_item_for_tensor(fqn: str, tensor: torch.Tensor) -> WriteItem:
-    """The item of a tensor that this rank holds whole."""
+    """The item to write for a tensor that this rank holds whole.
+
+    >>> milepost.planning.create_write_item_for_tensor("w", torch.ones(2)).tensor_data.size
+    torch.Size([2])
+    """
     chunk = create_chunk_from_tensor(tensor)
     data = TensorWriteData(chunk, TensorProperties.create_from_tensor(tensor), tensor.size())
     return WriteItem(MetadataIndex(fqn, chunk.offsets), WriteItemType.TENSOR, tensor_data=data)
 
 
 def create_write_item_for_bytesio(fqn: str, value: Any) -> WriteItem:
-    """The item of anything that is not a tensor."""
+    """The item to write for an object that is not a tensor.
+
+    >>> milepost.planning.create_write_item_for_bytesio("step", 7).type
+    <WriteItemType.BYTE_IO: 3>
+    """
     size = len(value.getbuffer()) if isinstance(value, io.BytesIO) else None
     return WriteItem(
         MetadataIndex(fqn), WriteItemType.BYTE_IO, bytes_io_data=None if size is None else BytesIOWriteData(size)
@@ -130,12 +142,12 @@ def create_write_item_for_bytesio(fqn: str, value: Any) -> WriteItem:
 
 
 def chunk_of(box: Box) -> ChunkStorageMetadata:
-    """A box as the record that plans use."""
+    """The record for a box."""
     return ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.shape))
 
 
 def box_of(chunk: ChunkStorageMetadata) -> Box:
-    """The box that a record stands for."""
+    """The box of a record."""
     return Box(tuple(chunk.offsets), tuple(chunk.sizes))
 
 
@@ -145,7 +157,7 @@ def create_chunk_from_tensor(tensor: torch.Tensor) -> ChunkStorageMetadata:
 
 
 def create_chunk_list(tensor: Any, describer: Describer | None = None) -> list[ChunkStorageMetadata]:
-    """The boxes that this rank holds of a tensor. Raises ValueError for what is none."""
+    """The boxes that this rank holds of a tensor. Raises ValueError for an object that is not a tensor."""
     if is_distributed(tensor):
         return [chunk_of(part.box) for part in _solid(local_tensor(tensor, "a tensor", describer))]
     if hasattr(tensor, "__create_chunk_list__"):
@@ -158,7 +170,7 @@ def create_chunk_list(tensor: Any, describer: Describer | None = None) -> list[C
 
 
 def find_shard(tensor: Any, index: MetadataIndex, describer: Describer | None = None) -> torch.Tensor:
-    """The local memory of the box that starts at `index.offset`. Raises ValueError where this rank does not hold it."""
+    """The local memory of the box that starts at `index.offset`. Raises ValueError if this rank does not hold it."""
     if not is_distributed(tensor):
         found: torch.Tensor = tensor
         if hasattr(tensor, "__get_tensor_shard__"):
@@ -179,7 +191,11 @@ def find_shard(tensor: Any, index: MetadataIndex, describer: Describer | None = 
 def find_state_dict_object(
     state_dict: Mapping[str, Any], index: MetadataIndex, describer: Describer | None = None
 ) -> Any:
-    """What an index names: a value, a tensor, or this rank's memory of one box. Raises ValueError where there is none."""
+    """The object that an index names: a value, a tensor, or this rank's memory of one box. Raises ValueError if none.
+
+    >>> milepost.planning.find_state_dict_object({"step": 7}, milepost.planning.MetadataIndex("step"))
+    7
+    """
     if index.fqn not in state_dict:
         raise ValueError(f"Could not find FQN: '{index.fqn}'")
     value = state_dict[index.fqn]
@@ -196,7 +212,17 @@ def find_state_dict_object(
 
 
 def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Describer | None = None) -> list[ReadItem]:
-    """What to read for an object of the state. Raises ValueError where a tensor was saved and the object is none."""
+    """The items to read for an object of the state. `saved` is its record in the metadata.
+
+    Raises ValueError if a tensor was saved and the object is not one.
+
+    >>> _ = milepost.save({"w": torch.ones(4)}, "memory://items")
+    >>> metadata = milepost.planning.CheckpointReader("memory://items").read_metadata()
+    >>> half = milepost.Sharded((4,), {(2,): torch.zeros(2)})
+    >>> items = milepost.planning.create_read_items("w", metadata.state_dict_metadata["w"], half)
+    >>> [(item.storage_offsets, item.lengths) for item in items]
+    [(torch.Size([2]), torch.Size([2]))]
+    """
     if isinstance(saved, BytesStorageMetadata):
         return [create_read_item_for_bytesio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)]
     if isinstance(value, np.ndarray) and not np.shares_memory(from_numpy(value, fqn).numpy(), value) and value.size:
@@ -205,8 +231,8 @@ def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Des
         wanted = create_chunk_list(value, describer)
     except ValueError:
         raise ValueError(
-            f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found {type(saved)}: a tensor was "
-            f"saved, and the state has a {type(value).__name__} there"
+            f"Invalid checkpoint metadata for {fqn}, expected BytesStorageMetadata but found {type(saved)}: a tensor "
+            f"was saved, and the state has a {type(value).__name__} there"
         ) from None
     return create_read_items_for_chunk_list(fqn, saved, wanted)
 
@@ -214,7 +240,7 @@ def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Des
 def create_read_items_for_chunk_list(
     fqn: str, checkpoint_md: TensorStorageMetadata, local_chunks: list[ChunkStorageMetadata]
 ) -> list[ReadItem]:
-    """The reads that fill `local_chunks` from the saved boxes, by a sweep and not by comparing each with each.
+    """The reads that fill `local_chunks` from the saved boxes. A sweep finds them, without comparing all pairs.
 
     Boxes without elements need no reads.
     """
@@ -236,7 +262,7 @@ def create_read_items_for_chunk_list(
 
 
 def overlaps(wanted: list[Box], saved: list[Box]) -> Iterable[tuple[int, int, Box]]:
-    """The pairs that meet, as numbers into both lists, with the region that they share; in the order of `wanted`."""
+    """The pairs that overlap, as positions in both lists, with the region that they share; in the order of `wanted`."""
     if not wanted or not saved:
         return []
     if not wanted[0].shape:
@@ -244,7 +270,7 @@ def overlaps(wanted: list[Box], saved: list[Box]) -> Iterable[tuple[int, int, Bo
     sweep = sweep_dim(saved)
     starts = sorted(range(len(saved)), key=lambda j: saved[j].offset[sweep])
     found: list[tuple[int, int, Box]] = []
-    active: list[tuple[int, int]] = []  # end in the swept dimension, number
+    active: list[tuple[int, int]] = []  # end in the swept dimension, position in `saved`
     following = 0
     for i in sorted(range(len(wanted)), key=lambda i: wanted[i].offset[sweep]):
         low, high = wanted[i].offset[sweep], wanted[i].end[sweep]
@@ -260,7 +286,7 @@ def overlaps(wanted: list[Box], saved: list[Box]) -> Iterable[tuple[int, int, Bo
 
 
 def sweep_dim(boxes: list[Box]) -> int:
-    """The dimension in which a line across all boxes meets the fewest of them: not the longest, but the most cut one."""
+    """The dimension with the most cuts: a plane across it meets the fewest boxes."""
 
     def met(dim: int) -> float:
         return sum(box.shape[dim] for box in boxes) / max(1, *(box.end[dim] for box in boxes))
@@ -275,7 +301,7 @@ def create_read_item_for_tensor(
     storage_offsets: Iterable[int],
     lengths: Iterable[int],
 ) -> ReadItem:
-    """The read of one box."""
+    """The item to read one box."""
     return ReadItem(
         LoadItemType.TENSOR,
         dest_index,
@@ -289,7 +315,7 @@ def create_read_item_for_tensor(
 def create_read_item_for_bytesio(
     dest_index: MetadataIndex, dest_offset: int, storage_index: MetadataIndex, storage_offset: int, length: int
 ) -> ReadItem:
-    """The read of bytes."""
+    """The item to read bytes."""
     return ReadItem(
         LoadItemType.BYTE_IO,
         dest_index,
@@ -309,7 +335,7 @@ def iterate_state_dict(
     sharded_tensor_func: Callable[[Any], Any],
     tensor_func: Callable[[Any], Any],
 ) -> Any:
-    """The state with each tensor replaced by what the function for its kind gives. Dicts and lists are changed in place."""
+    """The state, each tensor replaced by the result of the function for its kind. Dicts and lists change in place."""
 
     def made(item: torch.Tensor) -> Any:
         if isinstance(item, DTensor):
@@ -333,7 +359,7 @@ def iterate_state_dict(
 
 
 def init_state_dict(state_dict: dict[str, Any]) -> None:
-    """Give memory, on the job's device, to every tensor of the state that is on the meta device. In place."""
+    """Give memory on the job's device to every tensor of the state that is on the meta device. In place."""
 
     def refuse(value: Any) -> Any:
         if any(shard.tensor.device.type == "meta" for shard in value.local_shards()):
@@ -358,7 +384,7 @@ def _device_of(kind: str) -> torch.device:
 
 
 def _job_device() -> torch.device:
-    """Where a job without a wish puts tensors: the device of its default process group, else the CPU."""
+    """Where tensors go by default: the device of the default process group, else the CPU."""
     if not (dist.is_available() and dist.is_initialized()):
         return torch.device("cpu")
     return _device_of(dist.distributed_c10d._get_pg_default_device().type)  # noqa: SLF001

@@ -1,4 +1,4 @@
-"""Between the manifest and what planners see: metadata with all boxes, and results of what was written."""
+"""Between the manifest and what planners see: metadata with all boxes, and the results of writes."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -15,6 +15,7 @@ from milepost.core.tree import Branch, Leaf, grow, nodes_of
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidRequest
 from milepost.planning.items import box_of, chunk_of
 from milepost.planning.records import (
+    STORAGE_TYPES,
     BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
@@ -27,12 +28,12 @@ from milepost.state.tensors import dtype_name, torch_dtype
 from milepost.state.values import Codec
 
 PLANNER_DATA = "milepost.planner_data"
-"""Where a planner's own data is kept in the checkpoint's metadata."""
+"""The name of a planner's own data in the checkpoint's metadata."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a save aims at, and which of how many ranks this is; each rank finds it in its plan's `storage_data`."""
+    """What a save writes, and this rank among how many. Each rank finds it in the `storage_data` of its plan."""
 
     generation: int
     save_id: str
@@ -42,7 +43,7 @@ class Goal:
 
 @dataclass(frozen=True)
 class StoredItem:
-    """What a rank wrote for an item: in which file of which save; or, for a value, the value as the manifest spells it."""
+    """What a rank wrote for an item: the save and the file; for a value, the value as it stands in the manifest."""
 
     rank: int
     save_id: str
@@ -65,69 +66,75 @@ class StoredBox:
 def make_contents(
     goal: Goal, metadata: Metadata, results: list[list[WriteResult]], kept: Mapping[str, Any]
 ) -> Contents:
-    """What planners decided and ranks wrote, for the manifest. Raises InvalidRequest for what was planned and not written."""
+    """The contents of the manifest: what planners decided and ranks wrote.
+
+    Raises InvalidRequest if the two do not agree, or if something was planned and not written.
+    """
     stored = {result.index: result for rank in results for result in rank}
-    missing = [fqn for fqn, saved in metadata.state_dict_metadata.items() if not _is_written(fqn, saved, stored)]
-    if missing:
-        raise InvalidRequest(f"these are in the metadata, but no rank wrote them: {', '.join(missing[:20])}")
     _check_written(goal, metadata, stored)
     layouts: dict[Layout, int] = {}
-    tensors: list[Tensor] = []
-    values: list[Value] = []
-    for fqn, saved in metadata.state_dict_metadata.items():
-        if isinstance(saved, TensorStorageMetadata):
-            layout = _layout(fqn, saved, stored)
-            dtype = dtype_name(saved.properties.dtype, fqn)
-            number = layouts.setdefault(layout, len(layouts))
-            how = stored[MetadataIndex(fqn, saved.chunks[0].offsets)].storage_data.transforms if saved.chunks else ()
-            tensors.append(Tensor(fqn, dtype, tuple(saved.size), number, transforms=how))
-            continue
-        result = stored[MetadataIndex(fqn)]
-        told: StoredItem = result.storage_data
-        if told.is_value:
-            values.append(Value(fqn, told.value))
-        else:
-            whole = layouts.setdefault(Whole(str(told.rank)), len(layouts))
-            tensors.append(Tensor(fqn, "uint8", (result.size_in_bytes,), whole, kind="bytes"))
+    records = [_record(fqn, saved, stored, layouts) for fqn, saved in metadata.state_dict_metadata.items()]
+    tensors = tuple(record for record in records if isinstance(record, Tensor))
+    values = tuple(record for record in records if isinstance(record, Value))
     kinds: dict[str, Leaf] = {}
-    kinds.update((t.key, "tensor") for t in tensors)
-    kinds.update((v.key, "value") for v in values)
+    kinds.update((tensor.key, "tensor") for tensor in tensors)
+    kinds.update((value.key, "value") for value in values)
     paths, extra = paths_of(metadata.planner_data, kinds)
     files = {r.storage_data.file.rank: r.storage_data.file for r in stored.values() if r.storage_data.file is not None}
-    told_too = {**kept, **({PLANNER_DATA: extra} if extra is not None else {})}
+    notes = {**kept, **({PLANNER_DATA: extra} if extra is not None else {})}
     return Contents(
-        Codec().encode(told_too, "metadata"),
+        Codec().encode(notes, "metadata"),
         tuple(layouts),
-        tuple(tensors),
+        tensors,
         nodes_of(paths, kinds),
-        tuple(values),
+        values,
         (),
         tuple(files[rank] for rank in sorted(files)),
     )
 
 
+def _record(
+    fqn: str, saved: STORAGE_TYPES, stored: dict[MetadataIndex, WriteResult], layouts: dict[Layout, int]
+) -> Tensor | Value:
+    """The manifest's record of one key. Adds its layout to `layouts`."""
+    if isinstance(saved, TensorStorageMetadata):
+        number = layouts.setdefault(_layout(fqn, saved, stored), len(layouts))
+        first = stored[MetadataIndex(fqn, saved.chunks[0].offsets)].storage_data if saved.chunks else None
+        transforms = () if first is None else first.transforms
+        return Tensor(fqn, dtype_name(saved.properties.dtype, fqn), tuple(saved.size), number, transforms=transforms)
+    result = stored[MetadataIndex(fqn)]
+    item: StoredItem = result.storage_data
+    if item.is_value:
+        return Value(fqn, item.value)
+    whole = layouts.setdefault(Whole(str(item.rank)), len(layouts))
+    return Tensor(fqn, "uint8", (result.size_in_bytes,), whole, kind="bytes")
+
+
 def written_as(fqn: str, dtype: torch.dtype, box: Box, size: torch.Size) -> str:
-    """What is written for a box of a tensor, in words: equal where the same is meant."""
+    """The dtype, box and size that are written for a box of a tensor, as text."""
     return f"{dtype_name(dtype, fqn)} {box.text} of {tuple(size)}"
 
 
 def _check_written(goal: Goal, metadata: Metadata, stored: dict[MetadataIndex, WriteResult]) -> None:
-    """Raise InvalidRequest where the manifest would promise something else than lies in the files that it names."""
+    """Raise InvalidRequest if the manifest would promise something that its files do not hold."""
+    missing = [fqn for fqn, saved in metadata.state_dict_metadata.items() if not _is_written(fqn, saved, stored)]
+    if missing:
+        raise InvalidRequest(f"these are in the metadata, but no rank wrote them: {', '.join(missing[:20])}")
     strays = sorted({index.fqn for index, result in stored.items() if result.storage_data.save_id != goal.save_id})
     if strays:
         raise InvalidRequest(
             f"these were written for another save: {', '.join(strays[:20])}. Does a planner keep plans between saves? "
-            "What storage puts into `storage_data` of a plan holds for one save."
+            "The `storage_data` that storage puts into a plan holds for one save."
         )
     wrong = []
     for fqn, saved in metadata.state_dict_metadata.items():
         if not isinstance(saved, TensorStorageMetadata):
             continue
         for chunk in saved.chunks:
-            told = written_as(fqn, saved.properties.dtype, box_of(chunk), saved.size)
+            planned = written_as(fqn, saved.properties.dtype, box_of(chunk), saved.size)
             found = stored[MetadataIndex(fqn, chunk.offsets)].storage_data.what
-            if found != told:
-                wrong.append(f"{fqn!r} is {told} in the metadata, and {found or 'a value'} was written")
+            if found != planned:
+                wrong.append(f"{fqn!r} is {planned} in the metadata, and {found or 'a value'} was written")
     if wrong:
         raise InvalidRequest(f"plans and metadata do not agree: {'; '.join(wrong[:20])}")
 
@@ -139,7 +146,7 @@ def _is_written(fqn: str, saved: Any, stored: dict[MetadataIndex, WriteResult]) 
 
 
 def _layout(fqn: str, saved: TensorStorageMetadata, stored: dict[MetadataIndex, WriteResult]) -> Layout:
-    """Each box at the one rank that wrote it."""
+    """The layout that has each box at the one rank that wrote it."""
     held = []
     for chunk in saved.chunks:
         box, rank = box_of(chunk), stored[MetadataIndex(fqn, chunk.offsets)].storage_data.rank
@@ -151,12 +158,12 @@ def _layout(fqn: str, saved: TensorStorageMetadata, stored: dict[MetadataIndex, 
     try:
         layout.check(tuple(saved.size))
     except ValueError as error:
-        raise InvalidRequest(f"{fqn!r} cannot be saved like this: {error}") from None
+        raise InvalidRequest(f"the boxes of {fqn!r} cannot be saved: {error}") from None
     return layout
 
 
 def paths_of(planner_data: Any, kinds: Mapping[str, Leaf]) -> tuple[dict[str, tuple[str | int, ...]], Any]:
-    """Where each key stands in the tree, and, where a planner has data of its own instead, that data."""
+    """The path of each key in the tree, and the planner's data if it is something else than such paths."""
     is_mapping = isinstance(planner_data, Mapping) and all(_is_path(path) for path in planner_data.values())
     known = planner_data if is_mapping else {}
     paths = {key: tuple(known.get(key, (key,))) for key in kinds}
@@ -168,7 +175,7 @@ def _is_path(path: Any) -> bool:
 
 
 def expand(manifest: Manifest) -> Metadata:
-    """The manifest as planners see it: each tensor with all its boxes, and where those are."""
+    """The manifest as planners see it: each tensor with all its boxes, and where the boxes are stored."""
     known: dict[str, Any] = {}
     parts: dict[MetadataIndex, StoredBox] = {}
     for tensor in manifest.tensors:
@@ -179,7 +186,7 @@ def expand(manifest: Manifest) -> Metadata:
         for read in read_plan(manifest, tensor, Box.whole(tensor.shape)):
             parts[MetadataIndex(tensor.key, read.source.offset)] = StoredBox(read.rank, read.name, read.source)
             chunks.append(chunk_of(read.source))
-        if not chunks:  # no elements: one box without any
+        if not chunks:  # a tensor without elements has one empty box
             chunks = [chunk_of(Box.whole(tensor.shape))]
         known[tensor.key] = TensorStorageMetadata(
             TensorProperties(torch_dtype(tensor.dtype)), torch.Size(tensor.shape), chunks
@@ -194,12 +201,12 @@ def _decoded(codec: Codec, metadata: Any) -> dict[Any, Any]:
     try:
         found = codec.decode(metadata, "metadata")
     except (ValueError, CheckpointError):
-        return {}  # made with types of the user's, which nobody needs here
+        return {}  # it uses types of the user; planners do not need it
     return found if isinstance(found, dict) else {}
 
 
 def _leaves(branch: Branch, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str, tuple[str | int, ...]]]:
-    """Each key with its path, as planners spell it: names of dicts as text, places in lists as numbers."""
+    """Each key with its path, as planners spell it: names in dicts as text, positions in lists as numbers."""
     if branch.node.key:
         yield branch.node.key, path
     is_dict = branch.node.kind.partition(":")[0] in ("dict", "OrderedDict", "defaultdict", "namedtuple")
@@ -214,4 +221,4 @@ def _spelled(name: Any) -> str:
     try:
         return str(Codec().decode(name, "a key"))
     except (ValueError, CheckpointError) as error:
-        raise CheckpointDamaged(f"the tree names a key that is none: {str(error)[:200]}") from None
+        raise CheckpointDamaged(f"the tree holds a name that is not valid: {str(error)[:200]}") from None

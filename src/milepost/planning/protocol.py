@@ -1,4 +1,4 @@
-"""The four roles of a save or load with plans of its own: planners decide what, storage decides where."""
+"""The four roles of a save or load by plans: planners decide what is written or read, storage decides where."""
 
 import abc
 import io
@@ -21,87 +21,116 @@ from milepost.planning.records import (
 
 
 class SavePlanner(abc.ABC):
-    """Turns a state into plans. Called in the order of its methods; all but `create_global_plan` on every rank.
+    """Turns a state into plans.
 
-    Most extensions override one method of `DefaultSavePlanner`. A planner may keep state between the calls of one save.
+    The methods are called in the order below, on every rank; `create_global_plan` only on the coordinator. A planner
+    may keep state between the calls of one save. Most extensions override one method of `DefaultSavePlanner`.
+
+    >>> class Prefixed(milepost.planning.DefaultSavePlanner):
+    ...     def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+    ...         renamed = {f"ema.{key}": value for key, value in state_dict.items()}
+    ...         super().set_up_planner(renamed, storage_meta, is_coordinator)
+    >>> _ = milepost.save({"w": torch.ones(2)}, "memory://prefixed", planner=Prefixed())
+    >>> list(milepost.open("memory://prefixed"))
+    ['ema.w']
     """
 
     @abc.abstractmethod
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
     ) -> None:
-        """A save begins. `is_coordinator` is true on the rank that will be asked for the global plan."""
+        """Begin a save. `is_coordinator` is true on the rank that will make the global plan."""
 
     @abc.abstractmethod
     def create_local_plan(self) -> SavePlan:
-        """What this rank has to write. It is sent to the coordinator, with its `planner_data`."""
+        """Return what this rank would write. The plan is sent to the coordinator, with its `planner_data`."""
 
     @abc.abstractmethod
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """On the coordinator: the plans of all ranks, made into as many final ones and the metadata of the checkpoint."""
+        """On the coordinator: turn the plans of all ranks into one final plan for each, and into the metadata."""
 
     @abc.abstractmethod
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
-        """The final plan of this rank came back. What is given here is written."""
+        """Receive this rank's final plan, and return what is to be written."""
 
     @abc.abstractmethod
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        """The data of an item: asked for when it is written, perhaps by several threads, perhaps more than once."""
+        """Return the data of an item. Called when it is written, possibly by several threads and more than once."""
 
 
 class LoadPlanner(abc.ABC):
-    """Turns a state and the metadata of a checkpoint into reads, and puts what was read into place.
+    """Turns a state and the metadata of a checkpoint into reads, and puts what was read into the state.
 
-    Called in the order of its methods; all but `create_global_plan` on every rank. For each item then either
-    `load_bytes`, or `resolve_tensor` and `commit_tensor`.
+    The methods are called in the order below, on every rank; `create_global_plan` only on the coordinator. After the
+    plans, each item gets either `load_bytes`, or `resolve_tensor` and `commit_tensor`.
+
+    >>> class Doubled(milepost.planning.DefaultLoadPlanner):
+    ...     def commit_tensor(self, read_item, tensor):
+    ...         tensor.mul_(2)
+    >>> _ = milepost.save({"w": torch.ones(2)}, "memory://doubled")
+    >>> state = {"w": torch.zeros(2)}
+    >>> _ = milepost.load(state, "memory://doubled", planner=Doubled())
+    >>> state
+    {'w': tensor([2., 2.])}
     """
 
     @abc.abstractmethod
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, metadata: Metadata | None = None, is_coordinator: bool = False
     ) -> None:
-        """A load begins."""
+        """Begin a load. `is_coordinator` is true on the rank that will make the global plan."""
 
     @abc.abstractmethod
     def create_local_plan(self) -> LoadPlan:
-        """What this rank wants to read."""
+        """Return what this rank would read."""
 
     @abc.abstractmethod
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """On the coordinator: the plans of all ranks, made into as many final ones."""
+        """On the coordinator: turn the plans of all ranks into one final plan for each."""
 
     @abc.abstractmethod
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The final plan of this rank came back. What is given here is read."""
+        """Receive this rank's final plan, and return what is to be read."""
 
     @abc.abstractmethod
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        """Take bytes over."""
+        """Put the bytes of an item into the state."""
 
     def resolve_bytes(self, read_item: ReadItem) -> io.BytesIO:
-        """Where to read bytes to, for storage that reads into memory that it is given: `load_bytes` takes it over then."""
+        """Return a buffer for storage that reads bytes into the planner's memory. It is then passed to `load_bytes`."""
         del read_item
         return io.BytesIO()
 
     @abc.abstractmethod
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """The tensor to read into: exactly the box of the item, in whatever memory."""
+        """Return the tensor to read into. It has the size of the item's box, and may lie in any memory."""
 
     @abc.abstractmethod
     def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
-        """The tensor that `resolve_tensor` gave holds the data now."""
+        """Take the data over: the tensor that `resolve_tensor` returned holds it now."""
 
 
 class StorageWriter(abc.ABC):
-    """Writes planned items. Called in the order of its methods; the global plan and the end on the coordinator only."""
+    """Writes planned items.
+
+    The methods are called in the order below, on every rank; `prepare_global_plan` and `finish` only on the
+    coordinator.
+
+    >>> class Announced(milepost.planning.CheckpointWriter):
+    ...     def finish(self, metadata, results):
+    ...         super().finish(metadata, results)
+    ...         print("committed", list(metadata.state_dict_metadata))
+    >>> _ = milepost.save({"w": torch.ones(2)}, storage_writer=Announced("memory://announced"))
+    committed ['w']
+    """
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins, at this place; None keeps the place of the last one."""
+        """Begin a new save at this place; None keeps the place of the last one."""
 
     @abc.abstractmethod
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn whether this rank coordinates, and, where keywords are taken, `rank` and `use_collectives`."""
+        """Learn whether this rank coordinates. `rank` and `use_collectives` come too, if the method takes keywords."""
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -113,7 +142,7 @@ class StorageWriter(abc.ABC):
 
     @abc.abstractmethod
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write all items of the plan, with the data that `planner.resolve_data` gives."""
+        """Write all items of the plan, with the data that `planner.resolve_data` returns."""
 
     @abc.abstractmethod
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -122,34 +151,50 @@ class StorageWriter(abc.ABC):
     def abort(self, error: BaseException) -> None:  # noqa: B027  # storage may have nothing to remove
         """On every rank, after the save failed with `error`: remove what this rank wrote, if nothing can commit it.
 
-        In a job of several ranks, an error without `failures` means that the coordinator did not answer. It may still
-        commit, so the data must stay.
+        With several ranks, an error without `failures` means that the coordinator did not answer. It may still commit,
+        so the data must stay.
         """
+        del error  # a writer that leaves nothing behind has nothing to remove
 
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this storage can write to such a place."""
+        """Return whether this storage can write to this place."""
 
     def storage_meta(self) -> StorageMeta | None:
-        """What planners and metadata may know of this storage."""
+        """Return what planners and metadata may know about this storage."""
         return None
 
 
 class StorageReader(abc.ABC):
-    """Reads planned items. Called in the order of its methods; the global plan on the coordinator only."""
+    """Reads planned items.
+
+    The methods are called in the order below, on every rank; `prepare_global_plan` only on the coordinator.
+
+    >>> class Counted(milepost.planning.CheckpointReader):
+    ...     def read_data(self, plan, planner):
+    ...         print(len(plan.items), "items to read")
+    ...         return super().read_data(plan, planner)
+    >>> _ = milepost.save({"w": torch.ones(2), "step": 7}, "memory://counted")
+    >>> state = {"w": torch.zeros(2), "step": 0}
+    >>> _ = milepost.load(state, storage_reader=Counted("memory://counted"))
+    2 items to read
+    """
 
     @abc.abstractmethod
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins, at this place; None keeps the place of the last one."""
+        """Begin a new load at this place; None keeps the place of the last one."""
 
     @abc.abstractmethod
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """What the checkpoint holds; where keywords are taken, `rank` comes along."""
+        """Return what the checkpoint holds. `rank` is passed too, if the method takes keywords."""
 
     @abc.abstractmethod
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn the metadata, whether this rank coordinates, and, where keywords are taken, `rank` and `use_collectives`."""
+        """Learn the metadata and whether this rank coordinates.
+
+        `rank` and `use_collectives` come too, if the method takes keywords.
+        """
 
     @abc.abstractmethod
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
@@ -161,9 +206,9 @@ class StorageReader(abc.ABC):
 
     @abc.abstractmethod
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items of the plan into what the planner gives for them."""
+        """Read all items of the plan into the memory that the planner returns for them."""
 
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether this storage can read from such a place."""
+        """Return whether this storage can read from this place."""

@@ -1,4 +1,4 @@
-"""The records that planners and storage exchange. Names and fields are those that users of DCP know."""
+"""The records that planners and storage exchange, with the names and fields that users of DCP know."""
 
 import math
 import os
@@ -15,7 +15,7 @@ _FORMATS |= {"channels_last_3d": torch.channels_last_3d, "preserve": torch.prese
 
 @dataclass
 class ChunkStorageMetadata:
-    """One box of a tensor."""
+    """One box of a tensor: where it starts, and its size in each dimension."""
 
     offsets: torch.Size
     sizes: torch.Size
@@ -23,7 +23,7 @@ class ChunkStorageMetadata:
 
 @dataclass
 class TensorProperties:
-    """What a tensor is made of. Only `dtype` is stored; the rest is here for programs that look at it."""
+    """The properties of a tensor. Only `dtype` is stored; the other fields exist for programs that look at them."""
 
     dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
     layout: torch.layout = torch.strided
@@ -50,7 +50,7 @@ class TensorProperties:
 
 @dataclass
 class TensorStorageMetadata:
-    """A tensor in a checkpoint, and the boxes that it was cut into."""
+    """A tensor in a checkpoint: its properties, its size, and the boxes that it was cut into."""
 
     properties: TensorProperties
     size: torch.Size
@@ -59,7 +59,7 @@ class TensorStorageMetadata:
 
 @dataclass
 class BytesStorageMetadata:
-    """Something in a checkpoint that is not a tensor."""
+    """A value in a checkpoint, which is not a tensor."""
 
 
 STORAGE_TYPES = TensorStorageMetadata | BytesStorageMetadata
@@ -68,7 +68,7 @@ STATE_DICT_TYPE = dict[str, Any]
 
 @dataclass
 class StorageMeta:
-    """What a storage layer says of itself: where it is, and the ids of the save or load."""
+    """What a storage layer says about itself: where it is, and the ids of the save or load."""
 
     checkpoint_id: str | os.PathLike[str] | None = None
     save_id: str | None = None
@@ -78,7 +78,17 @@ class StorageMeta:
 
 @dataclass
 class Metadata:
-    """All that a checkpoint holds, with each tensor's boxes; `planner_data` and `storage_data` belong to those two."""
+    """The contents of a checkpoint: each key, and the boxes of each tensor.
+
+    `planner_data` belongs to the planner, `storage_data` to the storage.
+
+    >>> _ = milepost.save({"w": torch.ones(2, 3), "step": 7}, "memory://described")
+    >>> metadata = milepost.planning.CheckpointReader("memory://described").read_metadata()
+    >>> metadata.state_dict_metadata["step"]
+    BytesStorageMetadata()
+    >>> metadata.state_dict_metadata["w"].chunks
+    [ChunkStorageMetadata(offsets=torch.Size([0, 0]), sizes=torch.Size([2, 3]))]
+    """
 
     state_dict_metadata: dict[str, STORAGE_TYPES]
     planner_data: Any = None
@@ -89,9 +99,12 @@ class Metadata:
 
 @dataclass(frozen=True, init=False)
 class MetadataIndex:
-    """Names one object of a state, or the box of a tensor that starts at `offset`.
+    """The name of one object of a state, or of the box of a tensor that starts at `offset`.
 
-    `index` is a hint where in the list of boxes that one stands; it takes no part in comparisons.
+    `index` hints at the position of the box in the tensor's list of boxes. Comparisons ignore it.
+
+    >>> milepost.planning.MetadataIndex("w", (0, 4), index=1) == milepost.planning.MetadataIndex("w", (0, 4))
+    True
     """
 
     fqn: str
@@ -105,7 +118,7 @@ class MetadataIndex:
 
 
 class WriteItemType(Enum):
-    """What a write item holds: a whole tensor, a part of one, or bytes."""
+    """What a write item is: a whole tensor, a box of a tensor, or bytes."""
 
     TENSOR = auto()
     SHARD = auto()
@@ -113,7 +126,7 @@ class WriteItemType(Enum):
 
 
 class LoadItemType(Enum):
-    """What a read item brings: a box of a tensor, or bytes."""
+    """What a read item is: a box of a tensor, or bytes."""
 
     TENSOR = auto()
     BYTE_IO = auto()
@@ -121,14 +134,14 @@ class LoadItemType(Enum):
 
 @dataclass(frozen=True)
 class BytesIOWriteData:
-    """How many bytes there are, where that is known."""
+    """The number of bytes of a write item, where it is known."""
 
     nbytes: int
 
 
 @dataclass(frozen=True)
 class TensorWriteData:
-    """The box that is written, and the tensor that it is a part of."""
+    """The box that is written, and the properties and size of the whole tensor."""
 
     chunk: ChunkStorageMetadata
     properties: TensorProperties
@@ -137,7 +150,12 @@ class TensorWriteData:
 
 @dataclass(frozen=True)
 class WriteItem:
-    """One thing to write."""
+    """One thing that a rank writes: a tensor, a box of a tensor, or bytes.
+
+    >>> items = milepost.planning.create_write_items("w", torch.ones(2, 3))
+    >>> items[0].index.fqn, items[0].type.name, items[0].tensor_storage_size()
+    ('w', 'TENSOR', 24)
+    """
 
     index: MetadataIndex
     type: WriteItemType
@@ -145,7 +163,7 @@ class WriteItem:
     tensor_data: TensorWriteData | None = None
 
     def tensor_storage_size(self) -> int | None:
-        """How many bytes the box takes; None for what is not a tensor."""
+        """The size of the box in bytes; None for an item that is not a tensor."""
         if self.tensor_data is None:
             return None
         return math.prod(self.tensor_data.chunk.sizes) * self.tensor_data.properties.dtype.itemsize
@@ -153,7 +171,17 @@ class WriteItem:
 
 @dataclass(frozen=True)
 class ReadItem:
-    """One thing to read: a box of `lengths` at `storage_offsets` inside a stored box, to `dest_offsets` inside the target."""
+    """One thing that a rank reads: from a stored box into a box of the target.
+
+    The region has the size `lengths`. It starts at `storage_offsets` inside the stored box and at `dest_offsets` inside
+    the box of the target.
+
+    >>> _ = milepost.save({"w": torch.ones(2, 3)}, "memory://read")
+    >>> metadata = milepost.planning.CheckpointReader("memory://read").read_metadata()
+    >>> saved = metadata.state_dict_metadata["w"]
+    >>> [item.lengths for item in milepost.planning.create_read_items("w", saved, torch.zeros(2, 3))]
+    [torch.Size([2, 3])]
+    """
 
     type: LoadItemType
     dest_index: MetadataIndex
@@ -165,7 +193,7 @@ class ReadItem:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank writes. `usable=False` stands for "the same as in the last save"."""
+    """What one rank writes. `usable=False` means "the same as in the last save"."""
 
     items: list[WriteItem]
     storage_data: Any = None
@@ -184,7 +212,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class WriteResult:
-    """What storage says of one item that it has written."""
+    """What storage reports about one item that it has written."""
 
     index: MetadataIndex
     size_in_bytes: int

@@ -1,4 +1,4 @@
-"""Milepost's format behind the storage protocol: what planners decide is written as, and read from, a checkpoint."""
+"""Milepost's format behind the storage protocol: checkpoints that planners write and read."""
 
 import io
 import math
@@ -46,26 +46,27 @@ from milepost.store import Location, Store, store_at
 
 _AT_ONCE_BYTES = 256 << 20
 _TRANSFORMED_BYTES = 4 << 20
+_LARGEST_ELEMENT_BYTES = 16
 
 
 class _AtStore:
-    """Storage at a place: a path, URL or store."""
+    """Storage at a path, URL or store."""
 
     store: Store
 
     @property
     def checkpoint_id(self) -> str:
-        """Where it is."""
+        """Where the checkpoint is."""
         return self.store.url
 
     @property
     def url(self) -> str:
-        """Where it is, for messages."""
+        """Where the checkpoint is, for messages."""
         return self.store.url
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Location) -> bool:
-        """Whether there could be a checkpoint."""
+        """Whether a checkpoint can be at this place."""
         try:
             store_at(checkpoint_id)
         except (CheckpointError, TypeError):
@@ -77,8 +78,16 @@ class CheckpointWriter(_AtStore, StorageWriter):
     """Writes Milepost's format by the storage protocol: atomic, durable, with checksums.
 
     `path`: a path, URL or store. `overwrite=False`: refuse to replace a checkpoint. `metadata`: a small dict of plain
-    values to keep with it. `transforms`: stream transforms for the bytes of each tensor; their output for this rank is
-    held in memory. `host_memory_bytes`, `transfer`, `progress`: as for `milepost.save`.
+    values, stored with the checkpoint. `transforms`: stream transforms for the bytes of each tensor; their output on
+    this rank is held in memory. `host_memory_bytes`, `transfer`, `progress`: as for `milepost.save`.
+
+    The methods raise InvalidRequest if they are called out of order or if plans and metadata do not agree, and
+    InvalidState if the data is not what the plan says.
+
+    >>> writer = milepost.planning.CheckpointWriter("memory://written", metadata={"loss": 2.1})
+    >>> _ = milepost.save({"w": torch.ones(2)}, storage_writer=writer)
+    >>> milepost.open("memory://written").metadata
+    {'loss': 2.1}
     """
 
     def __init__(
@@ -114,11 +123,11 @@ class CheckpointWriter(_AtStore, StorageWriter):
         self._is_coordinator, self._goal = is_coordinator, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Nothing to add."""
+        """Add nothing."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Tell each rank under which name to write."""
+        """Add the names under which each rank writes."""
         aim = take_aim(self.store, overwrite=self.overwrite)
         return [replace(plan, storage_data=Goal(*aim, rank, len(plans))) for rank, plan in enumerate(plans)]
 
@@ -127,7 +136,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
         goal = plan.storage_data
         if not isinstance(goal, Goal):
             raise InvalidRequest(
-                "the plan does not say where to write: `prepare_global_plan` of this writer was left out"
+                "the plan does not say where to write: call `prepare_global_plan` of this writer first"
             )
         self._goal, self.save_id = goal, goal.save_id
         self._meter = Meter("save", self.url, self.progress if self._is_coordinator else None)
@@ -150,9 +159,9 @@ class CheckpointWriter(_AtStore, StorageWriter):
         return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Make the manifest from what was planned and what was written, and commit it."""
+        """Make the manifest from the plans and the results, and commit it."""
         if self._goal is None:
-            raise InvalidRequest("this writer has not written anything: `write_data` comes before `finish`")
+            raise InvalidRequest("this writer has not written anything: call `write_data` before `finish`")
         _attempt(self.store, self._goal).commit(make_contents(self._goal, metadata, results, self.metadata))
         self.generation = self._goal.generation
         self._meter.finish()
@@ -163,7 +172,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
             _attempt(self.store, self._goal).fail(error)
 
     def storage_meta(self) -> StorageMeta:
-        """Where, and the id of this save."""
+        """Where this writer writes, and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
 
@@ -172,7 +181,7 @@ def _attempt(store: Store, goal: Goal) -> Attempt:
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO | None":
-    """The data of an item, ready to be written. Raises InvalidState where it is not what the plan says."""
+    """The data of an item, ready to be written. Raises InvalidState if it is not what the plan says."""
     fqn = item.index.fqn
     if item.tensor_data is not None:
         return _late_entry(planner, item)
@@ -183,7 +192,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO 
         raw = bytes_tensor(data)
         shape = tuple(raw.shape)
         return EntryToWrite(NewEntry(entry_name(fqn, Box.whole(shape), shape), "uint8", shape), raw)
-    raise InvalidState(f"{fqn!r}: the plan and the data do not agree: {type(data).__name__} for a {item.type.name}")
+    raise InvalidState(f"{fqn!r}: the plan says {item.type.name} and the data is a {type(data).__name__}")
 
 
 def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
@@ -193,7 +202,7 @@ def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
 
 
 def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:
-    """An entry whose data the planner is asked for when it is written; None for a box without elements."""
+    """An entry that asks the planner for its data when it is written; None for a box without elements."""
     assert item.tensor_data is not None
     box, shape = box_of(item.tensor_data.chunk), tuple(item.tensor_data.size)
     if not box.elements:
@@ -206,15 +215,15 @@ def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:
 
 
 def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The data of an item that is a tensor. Raises InvalidState where it is not what the plan says."""
+    """The data of an item that is a tensor. Raises InvalidState if it is not what the plan says."""
     data = planner.resolve_data(item)
     assert item.tensor_data is not None
     chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
     if not isinstance(data, torch.Tensor) or tuple(data.shape) != tuple(chunk.sizes) or data.dtype != dtype:
         found = f"{data.dtype} {tuple(data.shape)}" if isinstance(data, torch.Tensor) else type(data).__name__
         raise InvalidState(
-            f"{item.index.fqn!r}: the plan says {dtype} {tuple(chunk.sizes)} and the data is {found}. A planner that changes "
-            "data in resolve_data changes its plan in create_local_plan."
+            f"{item.index.fqn!r}: the plan says {dtype} {tuple(chunk.sizes)} and the data is {found}. A planner that "
+            "changes data in resolve_data must change the plan in create_local_plan."
         )
     return data.detach()
 
@@ -253,7 +262,19 @@ def _done(value: Any) -> Future[Any]:
 
 
 class CheckpointReader(_AtStore, StorageReader):
-    """Reads checkpoints by the storage protocol: Milepost's format, verified unless `verify=False`, and those of others."""
+    """Reads checkpoints by the storage protocol: Milepost's format, verified, and other formats.
+
+    `path`: a path, URL or store. `registry`: the stream transforms that it knows. `verify=False`: do not compare
+    checksums. `host_memory_bytes`, `transfer`, `progress`: as for `milepost.load`.
+
+    The methods raise CheckpointNotFound, CheckpointDamaged if the data is not what was saved, InvalidRequest if the
+    checkpoint lacks what a plan reads, and InvalidState if the planner's tensors do not fit.
+
+    >>> _ = milepost.save({"w": torch.ones(2), "step": 7}, "memory://reader")
+    >>> reader = milepost.planning.CheckpointReader("memory://reader")
+    >>> list(reader.read_metadata().state_dict_metadata)
+    ['w', 'step']
+    """
 
     needs_global_plan = False
 
@@ -283,7 +304,7 @@ class CheckpointReader(_AtStore, StorageReader):
         self.__dict__.pop("_files", None)
 
     def open_together(self, comm: Comm) -> None:
-        """Let the next `read_metadata` of every rank read the checkpoint that the coordinator finds."""
+        """Make the next `read_metadata` of every rank read the checkpoint that the coordinator finds."""
         self._opened = open_together(self.store, comm, Call("loading", self.url))
 
     @cached_property
@@ -292,13 +313,13 @@ class CheckpointReader(_AtStore, StorageReader):
 
     @property
     def manifest(self) -> Manifest:
-        """The newest manifest, or what stands for it in a checkpoint of another format."""
+        """The newest manifest, or one made from a checkpoint of another format."""
         return self._files.manifest
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """What the checkpoint holds now, with all boxes."""
         del args, kwargs
-        self.__dict__.pop("_files", None)  # a reader may be used again without a reset, after another save
+        self.__dict__.pop("_files", None)  # without a reset too: another save may have replaced the checkpoint
         if self._opened is not None:
             opened, self._opened = self._opened, None
             self._files = opened.get()
@@ -313,15 +334,15 @@ class CheckpointReader(_AtStore, StorageReader):
         self._parts: dict[MetadataIndex, StoredBox] = dict(metadata.storage_data or {})
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Nothing to add."""
+        """Add nothing."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """Nothing to add."""
+        """Add nothing."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read all items, as many at a time as their tensors may take in new memory, if the planner makes any."""
+        """Read all items, in groups: a planner may return new memory for each, so a group's tensors are bounded."""
         files = self._files
         meter = Meter("load", self.url, self.progress if self._is_coordinator else None)
         try:
@@ -350,24 +371,30 @@ class CheckpointReader(_AtStore, StorageReader):
             if item.type.name == "BYTE_IO":
                 planner.load_bytes(item, self._bytes(item.storage_index.fqn, tensors, files))
                 continue
-            target = planner.resolve_tensor(item).detach()
-            if tuple(target.shape) != tuple(item.lengths):
-                raise InvalidState(
-                    f"{item.dest_index.fqn!r}: the planner gave a tensor of shape {tuple(target.shape)} for a read of "
-                    f"{tuple(item.lengths)}"
-                )
-            read, dtype = self._source(item, tensors)
-            if _kind(torch_dtype(dtype)) != _kind(target.dtype):
-                raise InvalidState(
-                    f"{item.dest_index.fqn!r} was saved as {dtype} and the target is {target.dtype}; planners convert between "
-                    "floating-point types, and between integers, and nothing else"
-                )
+            placement = self._placement(item, planner.resolve_tensor(item).detach(), tensors)
+            target = placement.target
             if target.numel() and target.data_ptr() in used:
-                fill()  # the planner gives the same memory again: it takes the data from there in commit_tensor
+                fill()  # the planner returned the same memory again: commit_tensor takes the data from it first
             used.add(target.data_ptr())
-            placements.append(placement_of(read, dtype, target))
+            placements.append(placement)
             targets.append((item, target))
         fill()
+
+    def _placement(self, item: ReadItem, target: torch.Tensor, tensors: dict[str, Tensor]) -> Placement:
+        """The read of an item into `target`. Raises InvalidState if they do not fit each other."""
+        fqn = item.dest_index.fqn
+        if tuple(target.shape) != tuple(item.lengths):
+            raise InvalidState(
+                f"{fqn!r}: the planner returned a tensor of shape {tuple(target.shape)} for a read of "
+                f"{tuple(item.lengths)}"
+            )
+        read, dtype = self._source(item, tensors)
+        if _kind(torch_dtype(dtype)) != _kind(target.dtype):
+            raise InvalidState(
+                f"{fqn!r} was saved as {dtype} and the target is {target.dtype}; planners convert only between "
+                "floating-point types, and between integers"
+            )
+        return placement_of(read, dtype, target)
 
     def _source(self, item: ReadItem, tensors: dict[str, Tensor]) -> tuple[PlannedRead, str]:
         index = item.storage_index
@@ -377,9 +404,7 @@ class CheckpointReader(_AtStore, StorageReader):
         start = tuple(a + b for a, b in zip(part.box.offset, item.storage_offsets, strict=True))
         wanted = Box(start, tuple(item.lengths))
         if not part.box.contains(wanted):
-            raise InvalidRequest(
-                f"a read of {index.fqn!r} leaves the box that it names: {wanted.text} of {part.box.text}"
-            )
+            raise InvalidRequest(f"a read of {index.fqn!r} leaves its box: {wanted.text} of {part.box.text}")
         return PlannedRead(index.fqn, part.rank, part.name, part.box, wanted), tensors[index.fqn].dtype
 
     def _bytes(self, fqn: str, tensors: dict[str, Tensor], files: Files) -> io.BytesIO:
@@ -405,17 +430,15 @@ def _kind(dtype: torch.dtype) -> str:
 
 
 def _groups(items: list[ReadItem], size_bytes: int) -> Iterator[list[ReadItem]]:
-    """The items, so many at a time that new memory for them stays small; in the order given."""
+    """The items in their order, in groups whose tensors take at most `size_bytes`; a larger item is a group alone."""
     group: list[ReadItem] = []
     total = 0
     for item in items:
-        count = 16
-        for length in item.lengths:
-            count *= length
-        if group and total + count > size_bytes:
+        size = _LARGEST_ELEMENT_BYTES * math.prod(item.lengths)
+        if group and total + size > size_bytes:
             yield group
             group, total = [], 0
         group.append(item)
-        total += count
+        total += size
     if group:
         yield group

@@ -1,4 +1,4 @@
-"""Conversion to and from torch's own records. Both sides have the same names and fields: records convert by name."""
+"""Conversion between Milepost's records and torch's. Both have the same names and fields, so a name finds its twin."""
 
 import dataclasses
 from enum import Enum
@@ -22,7 +22,7 @@ _NAMES = {
 
 @cache
 def _pairs() -> tuple[dict[type, type], dict[type, type]]:
-    """From torch's classes to Milepost's, and back. Made when first needed: torch's are slow to import."""
+    """The classes of Milepost for those of torch, and the reverse. Made on first use: torch's are slow to import."""
     from torch.distributed.checkpoint import metadata, planner, storage  # noqa: PLC0415
 
     modules = {"metadata": metadata, "planner": planner, "storage": storage}

@@ -1,7 +1,7 @@
-"""Values as bytes: what planners hand to storage for anything that is not a tensor.
+"""Values as bytes: what planners pass to storage for an object that is not a tensor.
 
-They are JSON of the closed codec, not pickles. What older checkpoints of torch hold instead (a file of `torch.save`) is
-read by torch's restricted loader; other pickles only with `allow_pickle`.
+The bytes are JSON of the closed codec, not a pickle. Checkpoints of torch hold files of `torch.save` instead: torch's
+restricted loader reads those. Other pickles are read only with `allow_pickle`.
 """
 
 import io
@@ -19,7 +19,7 @@ _PICKLE = b"\x80"
 
 
 class ValueIO(io.BytesIO):
-    """The bytes of a value, which also knows the value as the manifest spells it."""
+    """The bytes of a value, together with the value as it stands in the manifest."""
 
     def __init__(self, encoded: Any) -> None:
         super().__init__(msgspec.json.encode(encoded))
@@ -27,14 +27,14 @@ class ValueIO(io.BytesIO):
 
 
 def pack_value(value: Any, codec: Codec, key: str) -> io.BytesIO:
-    """The bytes of a value. Raises InvalidState, naming the key, for what has no plain form."""
+    """The bytes of a value. Raises InvalidState, naming the key, for a value that the codec does not know."""
     if isinstance(value, io.BytesIO):
         return io.BytesIO(value.getvalue())
     return ValueIO(codec.encode(value, key))
 
 
 def unpack_value(data: io.BytesIO, codec: Codec, key: str) -> Any:
-    """The value that bytes stand for. Raises InvalidState for bytes that are none."""
+    """The value that the bytes encode. Raises InvalidState for bytes that are not a value."""
     if isinstance(data, ValueIO):
         return codec.decode(data.encoded, key)
     raw = data.getvalue()
@@ -53,6 +53,6 @@ def _unpickled(raw: bytes, codec: Codec, key: str) -> Any:
         raise InvalidState(f"{key!r}: these {len(raw)} bytes are not a value: {str(error)[:300]}") from None
     except pickle.UnpicklingError as error:
         raise UnsafeCheckpoint(
-            f"{key!r} is a pickle that names more than plain values: {str(error).splitlines()[0][:300]}. If you trust whoever "
-            "made it, pass allow_pickle=True."
+            f"{key!r} is a pickle that names more than plain values: {str(error).splitlines()[0][:300]}. If you trust "
+            "its author, pass allow_pickle=True."
         ) from None

@@ -1,7 +1,7 @@
 """The closed codec for values: everything in a state that is not a tensor, as plain JSON, and back.
 
-None, bool, int, str and finite floats are JSON's own. Everything else is an object with one field that names its type:
-`{"tuple": [...]}`, `{"bytes": "base64"}`. Reading never runs code: a name that the codec does not know is an error,
+None, bool, int, str and finite floats are plain JSON. Everything else is an object with one field that names its type:
+`{"tuple": [...]}`, `{"bytes": "base64"}`. Decoding never runs code: a name that the codec does not know is an error,
 enums and dataclasses are built only from classes that the caller passed, and pickle needs an opt-in on both sides.
 """
 
@@ -31,7 +31,11 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Codec:
-    """Spells values and reads them. `types` are the enums and dataclasses that may occur; see the module for the rest."""
+    """Encodes values as JSON data, and decodes them.
+
+    `types` are the enums and dataclasses that may occur. `allow_pickle` encodes and decodes all other types by pickle.
+    Raises InvalidRequest for other classes in `types`, and for two of the same name.
+    """
 
     def __init__(self, types: Iterable[type] = (), allow_pickle: bool = False) -> None:
         self._types: dict[str, type] = {}
@@ -43,18 +47,18 @@ class Codec:
                 raise InvalidRequest(f"`types` holds two classes called {kind.__qualname__!r}")
 
     def encode(self, value: Any, key: str) -> Any:
-        """The value as plain JSON data. Raises InvalidState, naming the key and type, for what the codec does not know."""
+        """The value as plain JSON data. Raises InvalidState, naming key and type, for what the codec does not know."""
         return self.encode_at(value, key, 0)
 
     def encode_at(self, value: Any, key: str, depth: int) -> Any:
-        """The same for a value that stands `depth` levels inside another."""
+        """Encode a value that stands `depth` levels inside another."""
         if depth > MAX_DEPTH:
             raise InvalidState(f"{key!r} is nested more than {MAX_DEPTH} levels deep; does it contain itself?")
         if value is None or isinstance(value, bool):
             return value
-        spell = _SPELL.get(type(value))
-        if spell is not None:
-            return spell(self, value, key, depth)
+        encode = _ENCODERS.get(type(value))
+        if encode is not None:
+            return encode(self, value, key, depth)
         if is_namedtuple(value):
             items = [[f, self.encode_at(v, key, depth + 1)] for f, v in zip(value._fields, value, strict=True)]
             return {"namedtuple": [type(value).__name__, items]}
@@ -64,7 +68,7 @@ class Codec:
         kind = type(value)
         if self._types.get(kind.__qualname__) is kind:
             if isinstance(value, enum.Flag):
-                return {"flag": [kind.__qualname__, value.value]}  # a combination has no name of its own
+                return {"flag": [kind.__qualname__, value.value]}  # a combination of flags has no name
             if isinstance(value, enum.Enum):
                 return {"enum": [kind.__qualname__, value.name]}
             fields = [
@@ -74,9 +78,9 @@ class Codec:
             return {"dataclass": [kind.__qualname__, fields]}
         if isinstance(value, np.generic) and value.dtype.name in DTYPES and value.dtype.isbuiltin == 1:
             return {"numpy": [value.dtype.name, _text(value.tobytes())]}
-        spelled = _encode_torch(value)
-        if spelled is not None:
-            return spelled
+        encoded = _encode_torch(value)
+        if encoded is not None:
+            return encoded
         if self.allow_pickle:
             try:
                 return {"pickle": _text(pickle.dumps(value))}
@@ -85,24 +89,24 @@ class Codec:
         raise InvalidState(_refusal(value, key))
 
     def decode(self, data: Any, key: str) -> Any:
-        """The value again. Raises UnsupportedFormat for what needs an opt-in, ValueError for what is no value."""
+        """The value of JSON data. Raises UnsupportedFormat if it needs an opt-in, ValueError if it is not a value."""
         return self.decode_at(data, key[:_KEY_LETTERS], 0)
 
     def decode_at(self, data: Any, key: str, depth: int) -> Any:
-        """The same for a value that stands `depth` levels inside another."""
+        """Decode a value that stands `depth` levels inside another."""
         if depth > MAX_DEPTH:
             raise ValueError(f"{key!r} is nested more than {MAX_DEPTH} levels deep")
         if data is None or isinstance(data, (bool, int, float, str)):
             return data
         if isinstance(data, dict) and len(data) == 1:
             ((kind, content),) = data.items()
-            read = _READ.get(kind)
-            if read is not None:
+            decode = _DECODERS.get(kind)
+            if decode is not None:
                 try:
-                    return read(self, content, key, depth)
+                    return decode(self, content, key, depth)
                 except (TypeError, IndexError, AttributeError, KeyError, OverflowError) as error:
                     raise ValueError(f"{key!r} holds a damaged {kind}: {str(error)[:200]}") from error
-        raise ValueError(f"{key!r} holds something that is no value: {reprlib.repr(data)}")
+        raise ValueError(f"{key!r} holds something that is not a value: {reprlib.repr(data)}")
 
     def _decode_class(self, content: Any, key: str, base: str) -> tuple[Any, Any]:
         name, rest = content
@@ -142,7 +146,7 @@ class Codec:
         if not self.allow_pickle:
             raise UnsupportedFormat(
                 f"{key!r} was saved with pickle, which can run any code when it is read. "
-                "Pass allow_pickle=True if you trust who wrote the checkpoint."
+                "Pass allow_pickle=True if you trust the author of the checkpoint."
             )
         try:
             return pickle.loads(_bytes(content))
@@ -159,7 +163,7 @@ def _bytes(text: str) -> bytes:
 
 
 def _int(number: Any) -> int:
-    # Not `int(number)`, which takes text, too: digits of every script, underscores, spaces.
+    # Not `int(number)`: it also takes text, with digits of every script, underscores and spaces.
     if type(number) is not int:
         raise TypeError("a whole number was expected")
     return number
@@ -184,22 +188,22 @@ def _encode_dict(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> A
 
 
 def _encode_items(name: str) -> Callable[[Codec, Any, str, int], Any]:
-    def spell(codec: Codec, value: Any, key: str, depth: int) -> Any:
+    def encode(codec: Codec, value: Any, key: str, depth: int) -> Any:
         return {name: [codec.encode_at(item, f"{key}.{i}", depth + 1) for i, item in enumerate(value)]}
 
-    return spell
+    return encode
 
 
 def _encode_set(name: str) -> Callable[[Codec, Any, str, int], Any]:
-    def spell(codec: Codec, value: Any, key: str, depth: int) -> Any:
-        # Sets have no order of their own: sorted, so that equal sets are spelled alike on all ranks.
+    def encode(codec: Codec, value: Any, key: str, depth: int) -> Any:
+        # Sets have no order. They are sorted, so that equal sets have equal text on all ranks.
         return {name: sorted((codec.encode_at(item, key, depth + 1) for item in value), key=repr)}
 
-    return spell
+    return encode
 
 
 def _encode_torch(value: Any) -> Any:
-    """Torch's small types. Torch is not imported: if it were not there yet, no such value could exist."""
+    """The encoding of torch's small types, or None. Torch is not imported: without it no such value can exist."""
     torch = sys.modules.get("torch")
     if torch is None:
         return None
@@ -212,7 +216,7 @@ def _encode_torch(value: Any) -> Any:
     return None
 
 
-_SPELL: dict[type, Callable[[Codec, Any, str, int], Any]] = {
+_ENCODERS: dict[type, Callable[[Codec, Any, str, int], Any]] = {
     int: lambda c, v, k, d: v if abs(v) <= _JSON_INT else {"int": hex(v)},
     float: lambda c, v, k, d: _encode_float(v),
     str: lambda c, v, k, d: v if v.isascii() or _is_unicode(v) else {"str": _text(v.encode("utf-8", "surrogatepass"))},
@@ -237,7 +241,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _inside(key: str, part: object) -> str:
-    """The place of a part, for messages. It stops growing: a forger can put a million parts under a long key."""
+    """The key of a part, for messages. Its length is bounded: a forger can put a million parts under a long key."""
     return f"{key}.{str(part)[:_KEY_LETTERS]}" if len(key) < _KEY_LETTERS else key
 
 
@@ -250,8 +254,8 @@ def _items(codec: Codec, content: list[Any], key: str, depth: int) -> list[Any]:
 def _decode_dict(codec: Codec, content: Any, key: str, depth: int) -> dict[Any, Any]:
     names = differing(codec.decode_at(name, key, depth + 1) for name, _ in content)
     result = {}
-    for i, (name, (spelled, value)) in enumerate(zip(names, content, strict=True)):
-        part = spelled if isinstance(spelled, str) else i
+    for i, (name, (encoded, value)) in enumerate(zip(names, content, strict=True)):
+        part = encoded if isinstance(encoded, str) else i
         result[name] = codec.decode_at(value, _inside(key, part), depth + 1)
     return result
 
@@ -274,7 +278,7 @@ def _decode_namedtuple(codec: Codec, content: Any, key: str, depth: int) -> Any:
 
 
 def _decode_torch(name: str, content: Any) -> Any:
-    import torch  # noqa: PLC0415  # listing a checkpoint must not wait for torch
+    import torch  # noqa: PLC0415  # listing a checkpoint must not import torch
 
     if name == "dtype":
         found = getattr(torch, content) if content in DTYPES else None
@@ -283,7 +287,7 @@ def _decode_torch(name: str, content: Any) -> Any:
         return found
     if name == "Size":
         return torch.Size([_int(n) for n in content])
-    if not isinstance(content, str):  # a number would mean the device that this machine has
+    if not isinstance(content, str):  # torch takes a number for a device of this machine
         raise TypeError("a device's name was expected")
     try:
         return torch.device(content)
@@ -291,7 +295,7 @@ def _decode_torch(name: str, content: Any) -> Any:
         raise ValueError(f"torch has no device {content[:40]!r}") from error
 
 
-_READ: dict[str, Callable[[Codec, Any, str, int], Any]] = {
+_DECODERS: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "int": lambda c, v, k, d: _decode_hex(v),
     "float": lambda c, v, k, d: _FLOATS[v],
     "str": lambda c, v, k, d: _bytes(v).decode("utf-8", "surrogatepass"),
@@ -323,4 +327,5 @@ def _refusal(value: Any, key: str) -> str:
         return f"{what} Pass the class, when saving and when loading: types=[{kind.__qualname__}]."
     if hasattr(value, "shape") and hasattr(value, "dtype"):
         return f"{what} Tensors stand in dicts, lists and tuples, not inside other values."
-    return f"{what} Turn it into plain values, give it state_dict/load_state_dict, or pass allow_pickle=True on both sides."
+    advice = "Turn it into plain values, give it state_dict/load_state_dict, or pass allow_pickle=True on both sides."
+    return f"{what} {advice}"

@@ -1,6 +1,7 @@
-"""For tests, yours and ours: ranks as threads that fail or stall, stores that die or lose power, and a simulator.
+"""Tools for tests: ranks as threads that fail or stall, stores that die or lose power, and a simulator.
 
-The simulator answers "will my 512 -> 384 resume work, and what will it read?" in one process, without data.
+Milepost's own tests use them. The simulator answers "will my 512 -> 384 resume work, and what will it read?" in one
+process, without data.
 """
 
 from milepost.core.table import TensorRow

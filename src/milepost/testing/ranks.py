@@ -1,4 +1,4 @@
-"""Ranks as threads of one process, and ranks that get into trouble at a chosen step."""
+"""Ranks as threads of one process, and ranks that fail or stall at a chosen step."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -15,11 +15,21 @@ def run_ranks(
     timeout_s: float = 60.0,
     trouble: Mapping[int, Mapping[str, Callable[[], None]]] | None = None,
 ) -> list[T]:
-    """Run `work(comm)` on `world` ranks that are threads of this process, and give their results in order.
+    """Run `work(comm)` on `world` ranks that are threads of this process, and return their results in order of rank.
 
-    Pass the comm to `save` and `load` as `process_group`. `trouble` says, for some ranks, what happens at which step:
-    `{2: {"writing": stall}}` calls `stall()` on rank 2 when it comes to that step (see `TroubledComm`). If ranks raise,
-    the lowest rank's error is raised once all have ended; the others are its notes.
+    Pass the comm to `save` and `load` as `process_group`. `timeout_s` is the longest that a rank waits for the others.
+    `trouble` makes ranks fail or stall: `{2: {"writing": stall}}` calls `stall()` when rank 2 reaches that step (see
+    `TroubledComm`). If ranks raise, the error of the lowest one is raised after all have ended, with those of the
+    others as notes.
+
+    >>> def work(comm):
+    ...     half = milepost.Sharded((4,), {(2 * comm.rank,): torch.full((2,), float(comm.rank))})
+    ...     _ = milepost.save({"w": half}, "memory://ranks", process_group=comm)
+    ...     return comm.rank
+    >>> milepost.testing.run_ranks(2, work)
+    [0, 1]
+    >>> milepost.open("memory://ranks")["w"][:]
+    tensor([0., 0., 1., 1.])
     """
     board = MemoryBoard()
     results: dict[int, T] = {}
@@ -29,7 +39,7 @@ def run_ranks(
         comm: Comm = BoardComm(board, rank, world, timeout_s)
         try:
             results[rank] = work(TroubledComm(comm, trouble[rank]) if trouble and rank in trouble else comm)
-        except BaseException as error:  # noqa: BLE001  # handed to the caller below
+        except BaseException as error:  # noqa: BLE001  # raised below, in the caller's thread
             errors[rank] = error
 
     threads = [threading.Thread(target=run, args=(rank,), name=f"rank-{rank}") for rank in range(world)]
@@ -46,17 +56,27 @@ def run_ranks(
 
 
 class TroubledComm:
-    """A comm that calls `hooks[step]()` when this rank comes to a step, before it says anything to the others.
+    """A comm that calls `hooks[step]()` when this rank reaches a step, before it sends anything to the others.
 
-    A hook may raise (the rank leaves without a word), sleep (it is late), or kill the process. Steps of a save:
+    A hook may raise (the rank leaves without a word), sleep (the rank is late), or kill the process. Steps of a save:
     "starting", "describing the state", "agreeing on the layout", "writing", "committing"; of a load: "opening",
-    "matching", "sharing out", "reading", "sending", "applying".
+    "matching", "sharing out", "reading", "sending", "applying". `run_ranks` makes one for each rank in `trouble`.
+
+    >>> def leave():
+    ...     raise MemoryError
+    >>> def work(comm):
+    ...     try:
+    ...         milepost.save({"step": 7}, "memory://trouble", process_group=comm)
+    ...     except (milepost.RanksMissing, MemoryError) as error:
+    ...         return type(error).__name__
+    >>> milepost.testing.run_ranks(2, work, timeout_s=0.5, trouble={1: {"writing": leave}})
+    ['RanksMissing', 'MemoryError']
     """
 
     def __init__(self, inner: Comm, hooks: Mapping[str, Callable[[], None]]) -> None:
         self._inner, self._hooks = inner, hooks
 
-    def _come_to(self, phase: Phase) -> None:
+    def _reach(self, phase: Phase) -> None:
         hook = self._hooks.get(phase.step)
         if hook is not None:
             hook()
@@ -68,7 +88,7 @@ class TroubledComm:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """The number of ranks."""
         return self._inner.size
 
     @property
@@ -83,40 +103,40 @@ class TroubledComm:
 
     @property
     def timeout_s(self) -> float:
-        """The longest that this rank waits for the others."""
+        """The longest time that this rank waits for the others."""
         return self._inner.timeout_s
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Run the hook of this step, then meet."""
-        self._come_to(phase)
+        self._reach(phase)
         return self._inner.meet(phase, payload, decide)
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
         """Run the hook of this step, then announce."""
-        self._come_to(phase)
+        self._reach(phase)
         return self._inner.announce(phase, note)
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
         """Run the hook of this step, then hand out."""
-        self._come_to(phase)
+        self._reach(phase)
         return self._inner.hand_out(phase, notes)
 
     def leave(self, phase: Phase, payload: bytes) -> None:
-        """Leave as any rank would."""
+        """Leave, without a hook."""
         self._inner.leave(phase, payload)
 
     def post(self, name: str, note: bytes) -> None:
-        """Post as any rank would."""
+        """Post, without a hook."""
         self._inner.post(name, note)
 
     def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """Look as any rank would."""
+        """Look, without a hook."""
         return self._inner.look(names, timeout_s)
 
     def index_of(self, global_rank: int) -> int | None:
-        """The rank, counted here, of a rank of the whole job."""
+        """The number here of a rank of the whole job."""
         return self._inner.index_of(global_rank)
 
     def secondary(self) -> "TroubledComm":
-        """The same ranks, with the same trouble, for calls that run beside others."""
+        """The same ranks with the same hooks, for calls that run beside others."""
         return TroubledComm(self._inner.secondary(), self._hooks)

@@ -1,7 +1,7 @@
-"""The simulator: plan a save by W ranks and a load by V others, in one process, without torch, tensors or data.
+"""The simulator: plan a save by W ranks and a load by V ranks, in one process, without torch, tensors or data.
 
-It runs the very functions that a real save and load run, and says what each rank would write and read, what the ranks
-would say to each other, and how large the manifest would be.
+It runs the planning functions of real saves and loads. It tells what each rank would write and read, how much the ranks
+would send to each other, and how large the manifest would be.
 """
 
 import math
@@ -13,7 +13,6 @@ from functools import cached_property
 import msgspec
 
 from milepost.comm.together import answer_bytes, note_bytes
-from milepost.commit.attempt import Aim
 from milepost.core.agreement import GroupPlan, Overview, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
@@ -28,13 +27,17 @@ from milepost.core.tree import Node
 from milepost.errors import RanksDisagree
 
 Rows = Sequence[TensorRow]
-"""The tensors that a rank has, in order."""
+"""The tensors of a rank, in order."""
 
 
 def on_mesh(shape: Shape, cuts: Sequence[int | tuple[int, int] | None], ranks: str | None = None) -> Grid:
-    """A layout: a mesh of this shape, and for each of its axes the dimension that it cuts, or None to replicate.
+    """The layout of a tensor over a mesh of this shape.
 
-    A pair (dimension, stride) is a strided cut. `ranks` lists the ranks in row-major order (default: 0, 1, 2, ...).
+    `cuts` has, for each axis of the mesh, the dimension that it cuts, or None to replicate. A pair (dimension, stride)
+    is a strided cut. `ranks` lists the ranks in row-major order, as in "0-3,8"; by default they are 0, 1, 2, ...
+
+    >>> milepost.testing.on_mesh((2, 4), [None, 0]).local_shape((16, 3), rank=0)
+    (4, 3)
     """
     mesh = Mesh(tuple(shape), ranks if ranks is not None else pack_ranks(range(math.prod(shape))))
     return Grid(mesh, tuple(None if c is None else Cut(*c) if isinstance(c, tuple) else Cut(c) for c in cuts))
@@ -42,7 +45,15 @@ def on_mesh(shape: Shape, cuts: Sequence[int | tuple[int, int] | None], ranks: s
 
 @dataclass(frozen=True)
 class SimulatedSave:
-    """A save that was planned and not made. Raises RanksDisagree on construction where a real one would."""
+    """A save that is planned and not carried out; `simulate_save` makes one.
+
+    Raises RanksDisagree where a real save would.
+
+    >>> row = milepost.testing.TensorRow("w", "float32", (1024, 64), "tensor", milepost.testing.on_mesh((8,), [0]))
+    >>> save = milepost.testing.simulate_save(8, [row])
+    >>> save.bytes_written(rank=0), save.manifest_bytes < 10_000
+    (32768, True)
+    """
 
     world: int
     tables: Mapping[str, Table]
@@ -74,12 +85,12 @@ class SimulatedSave:
         return sorted(items, key=lambda e: -DTYPES[e.dtype].size_bytes)
 
     def bytes_written(self, rank: int) -> int:
-        """How much a rank would write."""
+        """The bytes that a rank would write."""
         return sum(entry.size_bytes for entry in self.entries(rank))
 
     @cached_property
     def manifest(self) -> Manifest:
-        """The manifest, with made-up lines for the files."""
+        """The manifest, with invented lines for the files."""
         held = sum(math.prod(t.shape) * DTYPES[t.dtype].size_bytes for t in self.overview.tensors)
         size = 4096 + held // self.world + BLOCK_BYTES
         files = tuple(ShardFile(rank, size, 4096, f"{rank:016x}") for rank in range(self.world))
@@ -95,23 +106,25 @@ class SimulatedSave:
 
     @cached_property
     def manifest_bytes(self) -> int:
-        """The size of the manifest. Sealing it also checks it."""
+        """The size of the manifest in bytes. The manifest is checked, too."""
         return len(seal(self.manifest))
 
     def exchange_bytes(self, steady: bool = False) -> int:
-        """What the ranks would say to each other in a save, each note counted when it is sent and when it is read.
+        """The bytes that the ranks would send to each other in a save, and read: each note counts both times.
 
-        `steady`: in a later save with the same `Plans`. Values and error texts come on top.
+        `steady`: in a later save with the same `Plans`. Values and error texts are not counted.
         """
         others = self.world - 1
-        start = (Aim(1, "00000001-0123456789abcdef"), self.terms.id if steady else b"")
-        total = self.world * _told(msgspec.msgpack.encode(start))
+        aim = (1, "00000001-0123456789abcdef")  # as an `Aim` is packed; importing that class would import torch
+        start = (aim, self.terms.id if steady else b"")
+        total = self.world * _decision_bytes(msgspec.msgpack.encode(start))
         if not steady:
             terms = msgspec.json.encode(self.terms)
-            total += others * 2 * _said(bytes(16)) + self.world * _told(terms)
+            total += others * 2 * _report_bytes(bytes(16)) + self.world * _decision_bytes(terms)
             if len(self.tables) > 1:
-                sent = [_said(zlib.compress(msgspec.json.encode(table))) for table in self.tables.values()]
-                total += 2 * sum(sent) + 2 * max(others - len(sent), 0) * _said(b"") + self.world * _told(terms)
+                sent = [_report_bytes(zlib.compress(msgspec.json.encode(table))) for table in self.tables.values()]
+                silent = max(others - len(sent), 0)
+                total += 2 * sum(sent) + 2 * silent * _report_bytes(b"") + self.world * _decision_bytes(terms)
         copied = any(
             layout.replicas().shape[1] > 1 for layout in self.overview.layouts if not isinstance(layout, Boxes)
         )
@@ -120,23 +133,30 @@ class SimulatedSave:
         answer = (True, size * self.world, False, False, ())
         return (
             total
-            + others * 2 * _said(msgspec.msgpack.encode(result))
-            + self.world * _told(msgspec.msgpack.encode(answer))
+            + others * 2 * _report_bytes(msgspec.msgpack.encode(result))
+            + self.world * _decision_bytes(msgspec.msgpack.encode(answer))
         )
 
 
-def _said(payload: bytes) -> int:
-    """The size of a rank's note to the coordinator: where it is, and its report."""
+def _report_bytes(payload: bytes) -> int:
+    """The size of a rank's note to the coordinator: its step, and its report."""
     return 6 + note_bytes(payload)
 
 
-def _told(decision: bytes) -> int:
-    """The size of the coordinator's note to all: a sign, where it is, and its verdict."""
+def _decision_bytes(decision: bytes) -> int:
+    """The size of the coordinator's note to all ranks: a sign, its step, and its decision."""
     return 7 + answer_bytes(decision)
 
 
 def simulate_save(world: int, tensors: Rows | Mapping[str, Rows]) -> SimulatedSave:
-    """Plan a save by `world` ranks that all have these tensors, or, given a mapping, by groups of ranks (`"0-3,8"`)."""
+    """Plan a save by `world` ranks that all hold these tensors. Raises RanksDisagree where a real save would.
+
+    A mapping gives each group of ranks, such as "0-3,8", tensors of its own.
+
+    >>> row = milepost.testing.TensorRow("w", "float32", (1024, 64), "tensor", milepost.testing.on_mesh((8,), [0]))
+    >>> milepost.testing.simulate_save(8, [row]).bytes_written(rank=7)
+    32768
+    """
     groups = tensors if isinstance(tensors, Mapping) else {pack_ranks(range(world)): tensors}
     return SimulatedSave(world, {ranks: _table(rows) for ranks, rows in groups.items()})
 
@@ -148,7 +168,11 @@ def _table(rows: Rows) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class SimulatedLoad:
-    """What one rank would read. `read_bytes` counts whole checksummed blocks; `files` the files that it opens."""
+    """What one rank would read; `simulate_load` makes one.
+
+    `needed_bytes` counts the bytes of the target, `read_bytes` whole checksummed blocks. `files` lists the files that
+    the rank opens, by the rank that wrote each.
+    """
 
     items: tuple[PlannedRead, ...]
     needed_bytes: int
@@ -162,7 +186,17 @@ class SimulatedLoad:
 
 
 def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> SimulatedLoad:
-    """What `rank` of `world` would read of a simulated save, into tensors with these layouts (None: the whole tensor)."""
+    """What `rank` of `world` would read of a simulated save, into tensors with these layouts (None: the whole tensor).
+
+    Raises KeyError for a tensor that was not saved, and ValueError for one that was saved with another shape.
+
+    >>> saved, wanted = milepost.testing.on_mesh((8,), [0]), milepost.testing.on_mesh((6,), [0])
+    >>> save = milepost.testing.simulate_save(8, [milepost.testing.TensorRow("w", "int8", (48,), "tensor", saved)])
+    >>> rows = [milepost.testing.TensorRow("w", "int8", (48,), "tensor", wanted)]
+    >>> load = milepost.testing.simulate_load(save, 6, rows, rank=1)
+    >>> load.needed_bytes, load.files
+    (8, (1, 2))
+    """
     saved = {t.key: t for t in save.manifest.tensors}
     items: list[PlannedRead] = []
     for row in tensors:
@@ -180,7 +214,7 @@ def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> 
 
 
 def _blocks_read(save: SimulatedSave, rank: int, items: list[PlannedRead]) -> int:
-    """How many bytes of one file are read: every block that an item touches, once."""
+    """The bytes of one file that are read: every block that an item touches, once."""
     _, header = make_header(save.entries(rank), {}, BLOCK_BYTES)
     saved = {t.key: DTYPES[t.dtype].size_bytes for t in save.overview.tensors}
     touched: set[int] = set()
@@ -192,7 +226,7 @@ def _blocks_read(save: SimulatedSave, rank: int, items: list[PlannedRead]) -> in
 
 
 def _span(source: Box, box: Box) -> tuple[int, int]:
-    """The first and the last element of `box` in the row-major order of `source`."""
+    """The first element of `box` in the row-major order of `source`, and the one behind its last."""
     strides = strides_of(source.shape)
     inner = box.within(source)
     first = sum(a * s for a, s in zip(inner.offset, strides, strict=True))

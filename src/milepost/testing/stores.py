@@ -1,4 +1,4 @@
-"""Stores that count their calls, and fail or die at a chosen one."""
+"""Stores that count their calls, and fail or die at a chosen call."""
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -11,13 +11,21 @@ T = TypeVar("T")
 
 
 class Crash(BaseException):
-    """The process is dead, as far as the store can tell. Not an Exception: nothing may tidy up after it."""
+    """The process is dead, as far as the store can tell. Not an Exception, so that no handler tidies up after it.
+
+    `CrashingStore` and `UnsyncedStore` raise it; see the example of the first.
+    """
 
 
 class CountingStore:
     """A store that counts the calls that reach another store, and calls `before` and `after` around each.
 
-    The hooks get the number of the call, from 1, and its name, and may raise.
+    The hooks get the number of the call, from 1, and its text, such as "write data/...". They may raise.
+
+    >>> store = milepost.testing.CountingStore(milepost.store.MemoryStore())
+    >>> _ = milepost.save({"step": 7}, store)
+    >>> store.calls > 0
+    True
     """
 
     def __init__(self, inner: Store) -> None:
@@ -29,7 +37,7 @@ class CountingStore:
         """Called before call `number` reaches the store."""
 
     def after(self, number: int, call: str) -> None:
-        """Called after it."""
+        """Called after call `number` has reached the store."""
 
     def run(self, call: str, action: Callable[[], T]) -> T:
         """Count one call and run it between the hooks."""
@@ -87,9 +95,17 @@ class _CountingWriter:
 
 
 class CrashingStore(CountingStore):
-    """A store that dies at call `at`, before or after it takes effect; every later call dies too.
+    """A store that dies at call `at`: before the call takes effect, or after it with `after=True`. Later calls die too.
 
-    `how` is what dying means: by default a `Crash` is raised; a test of real processes may kill the process.
+    Dying raises `Crash`, unless `how` does something else: a test of real processes may kill the process.
+
+    >>> inner = milepost.store.MemoryStore()
+    >>> _ = milepost.save({"step": 1}, inner)
+    >>> try:
+    ...     milepost.save({"step": 2}, milepost.testing.CrashingStore(inner, at=3))
+    ... except milepost.testing.Crash:
+    ...     milepost.open(inner)["step"]
+    1
     """
 
     def __init__(self, inner: Store, at: int, *, after: bool = False, how: Callable[[], None] | None = None) -> None:
@@ -97,12 +113,12 @@ class CrashingStore(CountingStore):
         self._at, self._after, self._how = at, after, how or _crash
 
     def before(self, number: int, call: str) -> None:
-        """Die here, if this is the call or a later one."""
+        """Die if this is the call, or a later one."""
         if number > self._at or (number == self._at and not self._after):
             self._how()
 
     def after(self, number: int, call: str) -> None:
-        """Die here, if the call was to take effect."""
+        """Die if this is the call, and it was to take effect."""
         if number == self._at and self._after:
             self._how()
 

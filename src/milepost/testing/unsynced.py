@@ -1,18 +1,19 @@
-"""A store on a disk that forgets what was not synced, and all the states in which a power cut could leave it.
+"""A store on a disk that loses what was not synced, and all the states in which a power cut could leave it.
 
-The disk is a journal of the system calls that `LocalStore` makes, in their order: `mkdir`, `create`, `fallocate`, `write`,
-`link` (or a claim and a `rename`), `unlink`, `rmdir`, `fsync` of a file or of a folder. A test compares the two journals.
+The disk is a journal of the system calls that `LocalStore` makes, in their order: `mkdir`, `create`, `fallocate`,
+`write`, `link` (or a claim and a `rename`), `unlink`, `rmdir`, `fsync` of a file or of a folder. A test compares the
+two journals.
 
 Assumptions, the least that POSIX and `LocalStore` rely on:
 
-* What an `fsync` of a file covers: the bytes and the size of that file, as they were when it was called. Not its name.
-* What an `fsync` of a folder covers: the names in that folder. Not what they lead to, and not the folder's own name.
-* Everything else may reach the disk or not, each call for itself and in any order. A change of names is atomic, `rename`
-  included; of a write any of its blocks may arrive. What never arrived reads as zeros, or lies behind the end.
-* The power fails between two calls. That covers a failure within one: its effect is then one of those not yet synced.
+* An `fsync` of a file covers the bytes and the size of that file at the time of the call. It does not cover its name.
+* An `fsync` of a folder covers the names in that folder. It covers neither what they lead to nor the folder's own name.
+* Any other call may reach the disk or not, independently and in any order. A change of names is atomic, `rename`
+  included. Of a write, any of its blocks may arrive. What never arrived reads as zeros, or lies behind the end.
+* The power fails between two calls. That covers a failure within a call: its effect is one of those not yet synced.
 
-So it is harsher than any journaling file system, where calls become durable in an order. It knows no disk that lies about
-`fsync`, and no process that reads what another wrote before a cut.
+This is harsher than any journaling file system, where calls become durable in an order. It does not model a disk that
+lies about `fsync`, or a process that reads what another wrote before a cut.
 """
 
 import itertools
@@ -29,15 +30,15 @@ from milepost.store.memory import MemoryReader, MemoryStore
 from milepost.testing.stores import Crash
 
 _ABOVE = 0
-"""The inode of the folder that holds the store's own."""
+"""The inode of the folder that holds the store's folder."""
 _ROOT = "checkpoint"
 _KEPT = (0.0, 0.1, 0.5, 0.9, 1.0)
-"""How likely a part of what was not synced survives; each sampled state draws one of these."""
+"""The probabilities that an unsynced part survives; each sampled state draws one of these."""
 
 
 @dataclass(frozen=True, slots=True)
 class Naming:
-    """Names in one folder came to lead to other inodes, or to none: a creation, a link, a removal, a rename."""
+    """A change of names in one folder: a creation, a link, a removal or a rename. None stands for no inode."""
 
     call: str
     inode: int
@@ -46,7 +47,7 @@ class Naming:
 
 @dataclass(frozen=True, slots=True)
 class Write:
-    """Bytes of one file; none, where only the size was set."""
+    """Bytes of one file; no bytes where only the size was set."""
 
     call: str
     inode: int
@@ -55,7 +56,7 @@ class Write:
     size: int
 
     def blocks(self, block_bytes: int) -> list[tuple[int, int]]:
-        """The ranges of the file that reach the disk each for itself."""
+        """The ranges of the file that reach the disk independently."""
         end = self.offset + len(self.data)
         cuts = [self.offset, *range((self.offset // block_bytes + 1) * block_bytes, end, block_bytes), end]
         return list(itertools.pairwise(cuts))
@@ -63,7 +64,7 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Sync:
-    """What was done to one inode before this is durable."""
+    """A sync of one inode: what was done to it before is durable."""
 
     call: str
     inode: int
@@ -74,7 +75,7 @@ _Trail = list[tuple[str, int]]
 
 
 class _View:
-    """Folders and files, as some of the operations made them."""
+    """Folders and files after some of the operations."""
 
     def __init__(self) -> None:
         self.folders: defaultdict[int, dict[str, int]] = defaultdict(dict)
@@ -94,10 +95,17 @@ class _View:
 
 
 class UnsyncedStore:
-    """A store that follows the port, in this process's memory, and knows what a power cut could do to it.
+    """A store in the memory of this process that knows every state in which a power cut could leave it.
 
-    `hard_links=False` publishes as `LocalStore` does where there are none. When `journal` has `dies_at` operations, the
-    process is dead: every further one raises `Crash`. Set it to None, and another process comes to what the first left.
+    `hard_links=False` publishes as `LocalStore` does on file systems without hard links. `block_bytes`: the size of the
+    blocks in which writes reach the disk. When `journal` has `dies_at` operations, the process counts as dead: each
+    further operation raises `Crash`. Set `dies_at` to None to go on as another process that finds what the first left.
+
+    >>> store = milepost.testing.UnsyncedStore()
+    >>> _ = milepost.save({"step": 7}, store)
+    >>> found = store.after_power_cut(lambda call: False)  # nothing survives that was not synced
+    >>> milepost.open(found)["step"]
+    7
     """
 
     def __init__(self, url: str = "unsynced://", *, hard_links: bool = True, block_bytes: int = 512) -> None:
@@ -113,10 +121,10 @@ class UnsyncedStore:
     # What a power cut leaves.
 
     def after_power_cut(self, choose: Callable[[str], bool], at: int | None = None) -> MemoryStore:
-        """The store as it is found after a power cut behind operation `at` of the journal; now, unless told.
+        """The store after a power cut behind operation `at` of the journal; by default, behind the last one.
 
-        What was synced is there. For each call that was not, `choose` says whether it reached the disk, and is asked
-        again for each block of a write. It is given the call as text, like `"unlink manifest-00000001.json"`.
+        What was synced is there. For each call that was not, `choose` decides whether it reached the disk, once for
+        each block of a write. It gets the call as text, such as `"unlink manifest-00000001.json"`.
         """
         at = len(self.journal) if at is None else at
         unsynced = self._unsynced(at)
@@ -134,9 +142,9 @@ class UnsyncedStore:
         return found
 
     def possible_states(self, count: int, seed: int = 0, first: int = 0) -> Iterator[tuple[int, MemoryStore]]:
-        """States after a power cut, each with the number of operations before it, from `first` to the whole journal.
+        """States after a power cut, each with the number of operations before the cut, from `first` to all.
 
-        All of them where there are no more than `count`; else `count`, drawn by `seed`.
+        Yields all possible states if there are at most `count`; else `count` of them, drawn at random by `seed`.
         """
         moments = range(first, len(self.journal) + 1)
         parts = {at: sum(map(self._parts, self._unsynced(at))) for at in moments}
@@ -152,7 +160,7 @@ class UnsyncedStore:
             yield at, self.after_power_cut(lambda _, likely=likely: dice.random() < likely, at)  # type: ignore[misc]
 
     def _unsynced(self, at: int) -> set[int]:
-        """The numbers of the operations among the first `at` that no sync covers."""
+        """The positions, among the first `at` operations, of those that no sync covers."""
         synced: set[int] = set()
         found = set()
         for number in reversed(range(at)):
@@ -179,7 +187,7 @@ class UnsyncedStore:
                     objects[path + name] = bytes(view.files[inode])
         return objects
 
-    # The port, in the calls of `LocalStore`.
+    # The storage port, by the calls that `LocalStore` makes.
 
     @property
     def url(self) -> str:
@@ -236,7 +244,7 @@ class UnsyncedStore:
             return iter([name for name in self._objects(self._live) if name.startswith(prefix)])
 
     def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there, and the folders that it leaves empty. Only `durable` syncs, its folder."""
+        """Remove an object if it exists, and the folders that it leaves empty. `durable` syncs the object's folder."""
         with self._lock:
             folders, leaf = self._nearest(name), check_name(name)[-1]
             found = len(folders) == len(check_name(name)) + 1
@@ -252,7 +260,7 @@ class UnsyncedStore:
     # The system calls.
 
     def record(self, operation: Operation) -> None:
-        """Do an operation, for all to see, and remember that it is not durable yet."""
+        """Carry out an operation, visible to all readers, and remember that it is not durable yet."""
         with self._lock:
             if self.dies_at is not None and len(self.journal) >= self.dies_at:
                 raise Crash
@@ -267,12 +275,12 @@ class UnsyncedStore:
         self.record(Sync(f"fsync {path}", inode))
 
     def sync_folders(self, name: str) -> None:
-        """Sync the folders that lead to a name, up to and including the one that holds the store's."""
+        """Sync the folders that lead to a name, including the one that holds the store's folder."""
         for path, folder in reversed(self._folder(name)):
             self.sync(path, folder)
 
     def _publish(self, temporary: str, name: str) -> None:
-        """Give the finished file its name, unless that is taken."""
+        """Give the finished file its name. Raises AlreadyExists if the name is taken."""
         leaf, source = check_name(name)[-1], check_name(temporary)[-1]
         with self._lock:
             folder = self._folder(name)[-1][1]
@@ -314,7 +322,7 @@ class UnsyncedStore:
         return found
 
     def _nearest(self, name: str) -> _Trail:
-        """The same, as far as they are there."""
+        """The folders that lead to a name, as far as they exist."""
         parts = check_name(name)
         found = [("..", _ABOVE)]
         for depth, part in enumerate((_ROOT, *parts[:-1])):
@@ -341,7 +349,7 @@ class UnsyncedWriter:
         self._store, self._name, self._inode = store, name, inode
 
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
-        """Write all of `views`, one behind the other, at `offset`."""
+        """Write all of `views`, one after the other, at `offset`."""
         data = b"".join(bytes(memoryview(view).cast("B")) for view in views if len(view))
         if data:
             self._store.record(Write(f"write {self._name}", self._inode, offset, data, 0))
@@ -352,7 +360,7 @@ class UnsyncedWriter:
         self._store.sync_folders(self._name)
 
     def abort(self) -> None:
-        """Remove the file, whether finished or not."""
+        """Remove the file, finished or not."""
         self._store.delete(self._name)
 
 
