@@ -1,10 +1,10 @@
 """Runs the code blocks of a Markdown page, in order, in one process, and gives what each of them printed.
 
 A `python` block runs. If its first line is `# name.py`, it is written to that file instead. A `text` block shows what the
-blocks before it printed, back to the last `text` block. In a `console` block, lines with `$ ` are commands for a shell,
+blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block, lines with `$ ` are commands for a shell,
 and the lines below a command are found in its output, in this order.
 
-    python tests/pages.py docs/reference/errors.md      # rewrites the `text` blocks with what is printed today
+    python tests/pages.py docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
 """
 
 import atexit
@@ -104,8 +104,13 @@ def run_commands(text, folder):
             rest = rest.partition(line)[2]
 
 
-def check(page, folder, found=None):
-    """Run a page in an empty folder and compare. With `found`, put (block, printed) there instead of comparing."""
+def shows(text, printed):
+    """Whether the text of a block is part of what was printed."""
+    return re.search(re.escape(text.strip()).replace(r"\.\.\.", ".*?"), printed) is not None
+
+
+def check(page, folder, stale=None):
+    """Run a page in an empty folder and compare. With `stale`, put (block, printed) there instead of failing."""
     everything = blocks(page)
     programs = [b.text for b in everything if b.kind == "python" and not FILE.match(b.text)]
     outputs = iter(run_python(programs, folder) if programs else [])
@@ -119,20 +124,19 @@ def check(page, folder, found=None):
         elif block.kind == "console":
             run_commands(block.text, folder)
         elif block.kind == "text":
-            if found is not None:
-                found.append((block, printed))
-            else:
-                assert block.text.strip() in printed, f"{page} shows\n{block.text}\nbut this was printed:\n{printed}"
+            if not block.text.strip() or not shows(block.text, printed):
+                assert stale is not None, f"{page} shows\n{block.text}\nbut this was printed:\n{printed}"
+                stale.append((block, printed))
             printed = ""
 
 
 def update(page):
-    """Rewrite the `text` blocks of a page with what its code prints."""
-    found = []
+    """Rewrite the `text` blocks of a page that are not what its code prints."""
+    stale = []
     with tempfile.TemporaryDirectory() as folder:
-        check(page, Path(folder), found)
+        check(page, Path(folder), stale)
     text = page.read_text()
-    for block, printed in reversed(found):
+    for block, printed in reversed(stale):
         text = text[: block.start] + printed.rstrip() + "\n" + text[block.end :]
     page.write_text(text)
 
