@@ -25,7 +25,13 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 FILE = re.compile(r"\A# (\w+\.py)\n")
 MARK = "\x1eblock"
 LIMIT_S = 150.0
-PRELOADED = ["torch.distributed.fsdp", "torch.distributed.checkpoint", "milepost.api", "milepost.dcp", "milepost.testing"]
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "milepost.api",
+    "milepost.dcp",
+    "milepost.testing",
+]
 """One server imports these, and each page is a fork of it: importing torch takes longer than most pages."""
 
 

@@ -21,7 +21,7 @@ PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rgl
 EVERYTHING = [*PROSE, *(ROOT / name / "README.md" for name in ("attacks", "benchmarks"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
-DIRECTIVE = re.compile(r"^```\{auto(?:function|class|exception|data)\} (milepost[\w.]*)$", re.MULTILINE)
+DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
 
 
 def name_of(page):
@@ -57,7 +57,9 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PROSE, ids=name_of)
 def test_files_named_in_prose_exist(page):
-    for name in re.findall(r"`((?:tests|src|attacks|benchmarks|faults|examples|docs|scripts)/[\w/.-]+)`", page.read_text()):
+    for name in re.findall(
+        r"`((?:tests|src|attacks|benchmarks|faults|examples|docs|scripts)/[\w/.-]+)`", page.read_text()
+    ):
         assert (ROOT / name).exists(), f"{name_of(page)} names {name}"
 
 
@@ -107,7 +109,17 @@ def test_every_error_has_an_entry():
 
 def test_every_option_is_in_the_reference():
     page = (DOCS / "reference" / "options.md").read_text()
-    calls = ["save", "load", "explain", "open", "convert", "export_safetensors", "async_save", "AsyncSaver", "Checkpointer"]
+    calls = [
+        "save",
+        "load",
+        "explain",
+        "open",
+        "convert",
+        "export_safetensors",
+        "async_save",
+        "AsyncSaver",
+        "Checkpointer",
+    ]
     for call in calls:
         for option, parameter in inspect.signature(getattr(milepost, call)).parameters.items():
             if parameter.kind is parameter.KEYWORD_ONLY:
@@ -144,9 +156,12 @@ def test_docstring_examples_run(name, text, session, tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
-        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-b", "html", DOCS, tmp_path / "site"],
+        [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-t", "quick", "-b", "html", DOCS, tmp_path / "site"],
         cwd=ROOT, capture_output=True, text=True, timeout=170, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for page in DOCS.rglob("*.md"):
         assert (tmp_path / "site" / page.relative_to(DOCS)).with_suffix(".html").exists(), page
+    api = (tmp_path / "site" / "reference" / "api.html").read_text()
+    assert 'id="milepost.save"' in api
+    assert "docs.pytorch.org/docs/stable/generated/torch.load.html#torch.load" in api
