@@ -12,7 +12,7 @@ from milepost.version import __version__  # noqa: E402
 
 project = "Milepost"
 version = release = __version__
-copyright = "the Milepost authors"  # noqa: A001  # Sphinx's name for it
+copyright = "the Milepost authors"
 
 extensions = [
     "myst_parser",

@@ -1,8 +1,8 @@
 """Runs the code blocks of a Markdown page, in order, in one process, and gives what each of them printed.
 
-A `python` block runs. If its first line is `# name.py`, it is written to that file instead. A `text` block shows what the
-blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block, lines with `$ ` are commands for a shell,
-and the lines below a command are found in its output, in this order.
+A `python` block runs. If its first line is `# name.py`, it is written to that file instead. A `text` block shows what
+the blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block,
+lines with `$ ` are commands for a shell, and the lines below a command are found in its output, in this order.
 
     python tests/pages.py docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
 """
@@ -54,10 +54,10 @@ def execute(sources, folder, environment):
     """Run the blocks as one program, with a mark before the output of each. The target of the forked process."""
     os.chdir(folder)
     os.environ.update(environment)
-    with (folder / ".output").open("wb") as output:
-        for stream in (1, 2):
-            os.dup2(output.fileno(), stream)
-    sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+    output = os.open(folder / ".output", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
     warnings.simplefilter("error")
     main = sys.modules["__main__"] = types.ModuleType("__main__")
     for number, source in enumerate(sources):

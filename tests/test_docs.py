@@ -8,12 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pages
 import pytest
 import torch
 
 import milepost
 import milepost.errors
+import pages
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
