@@ -3,6 +3,7 @@
 import doctest
 import importlib
 import inspect
+import pkgutil
 import re
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import milepost
 import milepost.errors
 import pages
+import test_architecture
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -124,6 +126,22 @@ def test_every_option_is_in_the_reference():
         for option, parameter in inspect.signature(getattr(milepost, call)).parameters.items():
             if parameter.kind is parameter.KEYWORD_ONLY:
                 assert f"`{option}`" in page, f"docs/reference/options.md does not describe {option} of {call}"
+
+
+def test_the_design_page_draws_the_layers():
+    [drawing] = [b.text for b in pages.blocks(DOCS / "explanation" / "design.md") if b.text.startswith("milepost  dcp")]
+    drawn = [re.split(r" {3,}", line)[0].split() for line in drawing.splitlines()]
+    layers = [[name or "milepost" for name in names] for names in test_architecture.LAYERS]
+    assert [sorted(names) for names in reversed(drawn)] == [sorted(names) for names in layers]
+
+
+@pytest.mark.parametrize("file", sorted((DOCS / "inventory").glob("*.txt")), ids=lambda file: file.name)
+def test_names_of_the_inventories_exist(file):
+    lines = [line.split() for line in file.read_text().splitlines() if not line.startswith("#")]
+    assert lines == sorted(lines) or file.stem == "python"
+    for name, kind, _ in lines:
+        found = pkgutil.resolve_name(name if "." in name or kind == "module" else f"builtins.{name}")
+        assert inspect.isclass(found) == (kind in ("class", "exception")), name
 
 
 def docstring_examples():
