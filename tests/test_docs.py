@@ -105,7 +105,7 @@ def test_every_error_has_an_entry():
     for name, kind in vars(milepost.errors).items():
         if inspect.isclass(kind) and issubclass(kind, milepost.CheckpointError):
             assert name in entries, f"docs/reference/errors.md has no entry for {name}"
-            for part in ("What happened", "What to do", "```text"):
+            for part in ("What happened", "What to do", "\n```"):
                 assert part in entries[name], f"the entry for {name} lacks {part!r}"
 
 
