@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
+
 from attacks.forge import BIAS, WEIGHT, Attack, Corpus
 from attacks.on_values import canary
 

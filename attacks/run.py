@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+import milepost
 from attacks.corpus import ATTACKS
 from attacks.forge import BIAS, KNOWN_TYPES, WEIGHT, Attack, make_good
 from attacks.on_values import canary
-
-import milepost
 
 MEMORY_BYTES = 4 << 30
 """What the process may take on top of what it has once torch is imported."""

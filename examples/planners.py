@@ -141,7 +141,7 @@ def run(folder: str) -> dict[str, Any]:
     renamed = milepost.load(dict(blank), f"{folder}/renamed", planner=Unprefixed("ema_"))
 
     milepost.save(state, f"{folder}/half", planner=Half())
-    half = milepost.open(f"{folder}/half").tensors["weight"].dtype
+    half = milepost.open(f"{folder}/half").tensors["weight"].dtype_name
 
     milepost.save(state, f"{folder}/dealt", planner=RoundRobin())
     writers = len(milepost.open(f"{folder}/dealt").manifest.files)

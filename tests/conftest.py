@@ -1,10 +1,6 @@
 import signal
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-import ranks
+from tests import ranks
 
 ranks.preload()
 # A shell that starts us in the background lets us ignore Ctrl-C, and all that we start; some tests send it.

@@ -90,6 +90,6 @@ def preload() -> None:
             "torch.distributed.tensor",
             "milepost.api",
             "milepost.background.async_saving",
-            "ranks",
+            "tests.ranks",
         ]
     )

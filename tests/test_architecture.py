@@ -30,7 +30,7 @@ LAYERS = [
 ]
 """Folders and modules, bottom to top, as docs/design.md draws them. Those on one line do not import each other."""
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}
-PURE |= {"numpy", "operator", "xxhash"}
+PURE |= {"numpy", "operator", "types", "xxhash"}
 
 
 def modules():

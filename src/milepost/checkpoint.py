@@ -6,7 +6,7 @@ from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from milepost.commit.publish import find, parse
+from milepost.commit.find import find, parse
 from milepost.core.box import Box, Shape
 from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
@@ -30,7 +30,13 @@ MAX_DAMAGES = 1000
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What `verify` found: how much was read, and every damaged place."""
+    """What `Checkpoint.verify` found: how much was read, and every damaged place.
+
+    >>> _ = milepost.save({"w": torch.ones(3)}, "memory://verified")
+    >>> found = milepost.open("memory://verified").verify()
+    >>> found.ok, found.files, found.damages
+    (True, 1, ())
+    """
 
     files: int
     bytes_read: int
@@ -49,7 +55,17 @@ class Verification:
 
 
 class LazyTensor:
-    """A saved tensor that has not been read. Indexing reads just the bytes it needs, from however many files."""
+    """A saved tensor that has not been read. Indexing reads just the bytes it needs, from all files that hold them.
+
+    Indices are integers, slices and `...`. What is read is verified; CheckpointDamaged names what is not as saved.
+
+    >>> _ = milepost.save({"w": torch.arange(6.0).view(2, 3)}, "memory://lazy")
+    >>> lazy = milepost.open("memory://lazy")["w"]
+    >>> lazy
+    LazyTensor('w', float32, (2, 3))
+    >>> lazy[1, 1:], lazy.dtype
+    (tensor([4., 5.]), torch.float32)
+    """
 
     def __init__(self, files: Files, record: Tensor) -> None:
         self._files, self._record = files, record
@@ -65,14 +81,21 @@ class LazyTensor:
         return self._record.shape
 
     @property
-    def dtype(self) -> str:
-        """The name of its dtype in torch."""
+    def dtype(self) -> "torch.dtype":
+        """Its dtype. This imports torch; `dtype_name` does not."""
+        from milepost.state.tensors import torch_dtype  # noqa: PLC0415  # listing a checkpoint must not wait for torch
+
+        return torch_dtype(self.dtype_name)
+
+    @property
+    def dtype_name(self) -> str:
+        """The name of its dtype: "bfloat16"."""
         return self._record.dtype
 
     @property
     def size_bytes(self) -> int:
         """Its size."""
-        return Box.whole(self.shape).elements * DTYPES[self.dtype].size_bytes
+        return Box.whole(self.shape).elements * DTYPES[self.dtype_name].size_bytes
 
     @property
     def layout(self) -> Layout:
@@ -80,7 +103,7 @@ class LazyTensor:
         return self._files.manifest.layout_of(self._record)
 
     def __repr__(self) -> str:
-        return f"LazyTensor({self.key!r}, {self.dtype}, {self.shape})"
+        return f"LazyTensor({self.key!r}, {self.dtype_name}, {self.shape})"
 
     def __getitem__(self, index: "Index | tuple[Index, ...]") -> "torch.Tensor":
         box, rest = _region(index, self.shape)
@@ -98,20 +121,30 @@ class LazyTensor:
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
             if not self._record.transforms:
-                self._files.of(item.rank).entry(item, self.dtype)  # what is not there says so before memory is taken
+                # What is missing is reported before memory is taken.
+                self._files.of(item.rank).entry(item, self.dtype_name)
             items.append(item)
         try:
-            result = new_tensor(self.dtype, box.shape)
+            result = new_tensor(self.dtype_name, box.shape)
         except (RuntimeError, MemoryError) as error:
             raise UnsafeCheckpoint(
-                f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than there is memory; read it in parts: {error}"
+                f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than the memory; read it in parts: {error}"
             ) from error
-        place_all(self._files, (placement_of(i, self.dtype, result[i.box.within(box).slices]) for i in items))
+        place_all(self._files, (placement_of(i, self.dtype_name, result[i.box.within(box).slices]) for i in items))
         return result
 
 
 class Checkpoint(Mapping[str, Any]):
-    """An open checkpoint: a mapping from key to `LazyTensor` or value. Use it as a context manager, or call `close`."""
+    """An open checkpoint: a mapping from key to `LazyTensor` or value. Use it as a context manager, or call `close`.
+
+    `milepost.open` makes one. It stays at the generation that it found. Once newer saves have replaced that generation,
+    reads raise CheckpointDamaged and say so.
+
+    >>> _ = milepost.save({"w": torch.ones(2), "step": 7}, "memory://open", metadata={"loss": 2.1})
+    >>> with milepost.open("memory://open") as checkpoint:
+    ...     list(checkpoint), checkpoint["step"], checkpoint.metadata, checkpoint.generation
+    (['w', 'step'], 7, {'loss': 2.1}, 1)
+    """
 
     def __init__(self, store: Store, codec: Codec) -> None:
         self._codec = codec
@@ -129,12 +162,12 @@ class Checkpoint(Mapping[str, Any]):
 
     @property
     def format(self) -> str:
-        """Whose format it has: "milepost", or "dcp", "safetensors" or "torch"."""
+        """Its format: "milepost", or "dcp", "safetensors" or "torch"."""
         return self._manifest.format
 
     @property
     def generation(self) -> int:
-        """Which commit at this place it is, from 1; 0 in a format of others."""
+        """Which commit at this place it is, from 1; 0 for other formats."""
         return self._manifest.generation
 
     @property
@@ -166,7 +199,7 @@ class Checkpoint(Mapping[str, Any]):
         return f"Checkpoint({self.url!r}, {what}, {len(self)} keys)"
 
     def __getitem__(self, key: str) -> Any:
-        """A `LazyTensor` for a tensor, the value itself for a value, a dict from rank to value for rank-private ones."""
+        """A `LazyTensor` for a tensor, the value for a value, a dict from rank to value for rank-private ones."""
         if key in self._tensors:
             record = self._tensors[key]
             lazy = LazyTensor(self._files, record)
@@ -251,7 +284,7 @@ class Checkpoint(Mapping[str, Any]):
 
 
 def files_at(store: Store) -> Files:
-    """The files of the newest checkpoint at a place, or of one in another library's format. Raises CheckpointNotFound."""
+    """The files of the newest checkpoint at a place, ours or another library's. Raises CheckpointNotFound."""
     try:
         return Files(store, parse(store.url, *find(store)))
     except CheckpointNotFound:
@@ -307,7 +340,12 @@ def _one(part: Any, length: int, dim: int) -> tuple[int, int, int | slice]:
 def open_checkpoint(path: Location, *, types: Iterable[type] = (), allow_pickle: bool = False) -> Checkpoint:
     """Open the newest checkpoint at `path`: its keys, values and metadata now, its tensors when they are asked for.
 
-    Needs no process group and no GPU, and runs nothing from the checkpoint. Raises CheckpointNotFound, or
-    CheckpointDamaged if the manifest is not what was saved. `types` and `allow_pickle` are as for `save`.
+    Needs no process group and no GPU, and runs nothing from the checkpoint. Also reads folders of
+    `torch.distributed.checkpoint`, files of `torch.save`, and safetensors files and folders. `types` and `allow_pickle`
+    are as for `save`. Raises CheckpointNotFound, or CheckpointDamaged if the manifest is not what was saved.
+
+    >>> _ = milepost.save({"step": 7}, "memory://opened")
+    >>> milepost.open("memory://opened")["step"]
+    7
     """
     return Checkpoint(store_at(path), Codec(types, allow_pickle))

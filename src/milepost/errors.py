@@ -85,7 +85,7 @@ class AlreadyExists(StorageError):
 
 
 class NotDurable(StorageError):
-    """A commit could not be made durable, and was taken back. Its data stays until the next save: a power cut may undo that."""
+    """A commit could not be made durable, and was taken back. Its data stays: a power cut may bring the commit back."""
 
 
 class SaveConflict(CheckpointError):

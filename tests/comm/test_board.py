@@ -6,11 +6,27 @@ import time
 import pytest
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard, Phase, Solo, depart, together, told
+from milepost.comm import (
+    Announcement,
+    BoardComm,
+    Bytes,
+    Call,
+    Meeting,
+    MemoryBoard,
+    Phase,
+    Solo,
+    broadcast,
+    depart,
+    meet,
+    together,
+)
 from milepost.comm.base import Comm
 from milepost.testing import run_ranks
 
-MEETING = Phase("saving to", "somewhere", "meeting")
+CALL = Call("saving to", "somewhere")
+TELLING = Announcement("telling", Bytes())
+JOINING = Meeting("meeting", Bytes(), Bytes())
+MEETING = CALL.at("meeting")
 
 
 def phase(step):
@@ -31,8 +47,8 @@ def test_any_rank_can_lead():
 
     def work(rank, lead):
         comm = BoardComm(board, rank, 4, 10, coordinator=lead)
-        note = told(comm, phase("telling"), lambda: f"from {lead}".encode())
-        heard[rank] = note, together(comm, phase("meeting"), lambda: bytes([rank]), b"".join)
+        note = broadcast(comm, CALL, TELLING, lambda: f"from {lead}".encode())
+        heard[rank] = note, meet(comm, CALL, JOINING, lambda: bytes([rank]), b"".join)
 
     for lead in range(4):
         threads = [threading.Thread(target=work, args=(r, lead)) for r in range(4)]
@@ -147,7 +163,7 @@ def test_a_rank_that_leaves_tells_the_others_why_at_once():
             return b""
 
         try:
-            together(comm, MEETING, leave)
+            together(comm, CALL, "meeting", leave)
         except KeyboardInterrupt:
             return "left"
         except milepost.CheckpointError as error:
@@ -161,9 +177,13 @@ def test_a_rank_that_leaves_tells_the_others_why_at_once():
 
 def test_alone_nothing_is_exchanged():
     assert isinstance(Solo(), Comm)
-    assert together(Solo(), MEETING, lambda: b"x", lambda all_of_us: all_of_us[0] * 2) == b"xx"
-    assert told(Solo(), MEETING, lambda: b"y") == b"y"
-    for call in (lambda: together(Solo(), MEETING, lambda: 1 / 0), lambda: told(Solo(), MEETING, lambda: 1 / 0)):
+    assert meet(Solo(), CALL, JOINING, lambda: b"x", lambda all_of_us: all_of_us[0] * 2) == b"xx"
+    assert broadcast(Solo(), CALL, TELLING, lambda: b"y") == b"y"
+    for call in (
+        lambda: meet(Solo(), CALL, JOINING, lambda: 1 / 0, b"".join),
+        lambda: together(Solo(), CALL, "meeting", lambda: 1 / 0),
+        lambda: broadcast(Solo(), CALL, TELLING, lambda: 1 / 0),
+    ):
         with pytest.raises(ZeroDivisionError):
             call()
 
@@ -197,7 +217,7 @@ def test_a_decision_that_fails_on_the_lead_fails_on_all():
             raise RuntimeError("no")
 
         with pytest.raises(milepost.CheckpointError, match=r"rank 0: RuntimeError: no") as caught:
-            together(comm, MEETING, bytes, decide)
+            meet(comm, CALL, JOINING, bytes, decide)
         assert list(caught.value.failures) == [0]
 
     run_ranks(3, work)
@@ -209,7 +229,7 @@ def test_a_lead_that_is_interrupted_while_it_decides_tells_the_others_why():
 
     def work(comm):
         with pytest.raises(KeyboardInterrupt if comm.rank == 0 else milepost.CheckpointError) as caught:
-            together(comm, MEETING, lambda: b"", interrupted)
+            meet(comm, CALL, JOINING, lambda: b"", interrupted)
         return caught.value
 
     _, *others = run_ranks(3, work, timeout_s=2)
@@ -222,7 +242,7 @@ def test_a_lead_that_is_interrupted_while_it_prepares_its_note_tells_the_others_
 
     def work(comm):
         with pytest.raises(KeyboardInterrupt if comm.rank == 0 else milepost.CheckpointError) as caught:
-            told(comm, MEETING, interrupted)
+            broadcast(comm, CALL, TELLING, interrupted)
         return caught.value
 
     _, *others = run_ranks(3, work, timeout_s=2)
@@ -238,7 +258,7 @@ def test_failures_of_different_kinds_are_raised_as_none_of_them():
             raise kinds[comm.rank]("no")
 
         with pytest.raises(milepost.CheckpointError) as caught:
-            together(comm, MEETING, fail)
+            together(comm, CALL, "meeting", fail)
         assert type(caught.value) is milepost.CheckpointError
         assert [caught.value.failures[rank].kind for rank in range(3)] == [kind.__name__ for kind in kinds]
         assert "ranks 0, 2: InvalidState: no" in str(caught.value)
@@ -252,7 +272,7 @@ def test_failures_of_a_thousand_ranks_travel_as_a_few():
             raise RuntimeError("disk" if comm.rank % 2 else "memory")
 
         with pytest.raises(milepost.CheckpointError, match=r"ranks 0, 2, 4") as caught:
-            together(comm, MEETING, fail)
+            together(comm, CALL, "meeting", fail)
         assert len(caught.value.failures) == 200
         assert len(str(caught.value)) < 1000
 
@@ -261,7 +281,7 @@ def test_failures_of_a_thousand_ranks_travel_as_a_few():
 
 def test_calls_aside_do_not_meet_those_of_others():
     def work(comm):
-        first, second = comm.aside(), comm.aside()
+        first, second = comm.secondary(), comm.secondary()
         in_thread = []
         thread = threading.Thread(
             target=lambda: in_thread.extend(second.meet(phase(i), bytes([comm.rank]), b"2".join) for i in range(20))
@@ -278,7 +298,7 @@ def test_calls_aside_do_not_meet_those_of_others():
 
 def test_a_posted_note_is_seen_by_all_without_a_meeting():
     def work(comm):
-        beside = comm.aside()
+        beside = comm.secondary()
         assert beside.look(["2"], 0.0) == [None]
         comm.meet(phase("all have looked"), b"", b"".join)
         if comm.rank == 2:
@@ -297,14 +317,14 @@ def test_a_posted_note_is_seen_by_all_without_a_meeting():
 @pytest.mark.parametrize("gone", [0, 1, 2])
 def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone):
     def work(comm):
-        together(comm, phase("before"), bytes)
+        together(comm, CALL, "before", bytes)
         if comm.rank == gone:
             depart(comm, ValueError("my trainer died"))
             return "gone"
 
         def next_call():
-            told(comm, phase("a"), bytes)
-            together(comm, phase("b"), bytes)
+            broadcast(comm, CALL, Announcement("a", Bytes()), bytes)
+            together(comm, CALL, "b", bytes)
 
         with pytest.raises(milepost.CheckpointError, match=f"rank {gone}.*my trainer died") as caught:
             next_call()

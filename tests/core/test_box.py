@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from milepost.core.box import Box, check_shape, strides_of
 from milepost.core.limits import MAX_DIMS, MAX_ELEMENTS
-from strategies import boxes_in, count_cover, examples, numbered, shapes
+from tests.strategies import boxes_in, count_cover, examples, numbered, shapes
 
 
 def elements(box: Box, shape: tuple[int, ...]) -> set[int]:

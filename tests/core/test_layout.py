@@ -13,7 +13,7 @@ from milepost.core.box import Box
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece, Whole, find_gap, stack
 from milepost.core.limits import MAX_DIMS, MAX_STRIDE
 from milepost.core.ranks import pack_ranks, unpack_ranks
-from strategies import (
+from tests.strategies import (
     boxes_in,
     count_cover,
     examples,

@@ -31,7 +31,7 @@ from milepost.core.manifest import (
 )
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
-from strategies import examples, layouts, shapes
+from tests.strategies import examples, layouts, shapes
 
 GRID = Grid(Mesh.of((2, 2), (0, 2, 1, 3)), (None, Cut(0, 2)))
 BOXES = Boxes((Held(Box((0,), (3,)), "0"), Held(Box((3,), (1,)), "3,1")))

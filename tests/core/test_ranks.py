@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from milepost.core.limits import MAX_RANKS
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
-from strategies import examples
+from tests.strategies import examples
 
 
 @examples(150)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from milepost.core.box import boxes_of_run
 from milepost.core.shardfile import sums_of
-from strategies import examples, numbered, shapes
+from tests.strategies import examples, numbered, shapes
 
 
 @examples(400)

@@ -26,7 +26,7 @@ from milepost.core.shardfile import (
     read_header,
     seal_of,
 )
-from strategies import boxes_in, examples, shapes
+from tests.strategies import boxes_in, examples, shapes
 
 BLOCK = PAGE_BYTES
 # Keys that look like other keys with a box, or like the names that the file keeps for itself.

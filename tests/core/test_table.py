@@ -14,7 +14,7 @@ from milepost.core.manifest import PerRankValue, Value
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.core.table import Table, TensorRow, merge_layouts, merge_tables
 from milepost.core.tree import Node
-from strategies import boxes_in, count_cover, examples, grids, shapes, tilings
+from tests.strategies import boxes_in, count_cover, examples, grids, shapes, tilings
 
 KEYS = [f"layers.{i}" for i in range(6)]
 RANKS = range(8)

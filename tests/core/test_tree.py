@@ -28,7 +28,7 @@ from milepost.core.tree import (
     show_path,
 )
 from milepost.state.values import Codec
-from strategies import examples
+from tests.strategies import examples
 
 CODEC = Codec()
 

@@ -26,7 +26,7 @@ from milepost.planning.records import BytesStorageMetadata, LoadItemType, Metada
 from milepost.planning.value_bytes import pack_value
 from milepost.state.tensors import Sharded
 from milepost.state.values import Codec
-from ranks import spawn
+from tests.ranks import spawn
 
 
 class Pair(NamedTuple):

@@ -19,7 +19,7 @@ from milepost.planning.flatten import (
     unflatten_state_dict,
 )
 from milepost.state.tensors import Sharded
-from strategies import examples
+from tests.strategies import examples
 
 
 class Pair(NamedTuple):

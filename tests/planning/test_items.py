@@ -35,8 +35,8 @@ from milepost.planning.records import (
     WriteItemType,
 )
 from milepost.state.tensors import Sharded
-from ranks import spawn
-from strategies import boxes_in, count_cover, examples, numbered, shapes, tilings
+from tests.ranks import spawn
+from tests.strategies import boxes_in, count_cover, examples, numbered, shapes, tilings
 
 
 class Pair(NamedTuple):

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import milepost
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.store import LocalStore, linux, local
-from strategies import examples
+from tests.strategies import examples
 
 NAME = "data/file"
 FROM = local._DIRECT_FROM_BYTES

@@ -50,7 +50,7 @@ class BackgroundSaver:
 
     def __init__(self, comm: Comm, background: Background, limit_bytes: int | None, when_busy: WhenBusy) -> None:
         self._front, self._background, self._when_busy = comm, background, when_busy
-        self._comm, self._asking = comm.aside(), comm.aside()
+        self._comm, self._asking = comm.secondary(), comm.secondary()
         self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
         # It takes some seconds to start: so it begins now.
         self._link = start() if background == "process" else None

@@ -1,7 +1,37 @@
 """The ranks of a job: one port (`Comm`), and the one place where an error on a rank becomes an error on all."""
 
-from milepost.comm.base import TIMEOUT_S, Comm, Phase, Solo
+from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo
 from milepost.comm.board import Board, BoardComm, MemoryBoard
-from milepost.comm.together import depart, together, told
+from milepost.comm.together import (
+    Announcement,
+    Bytes,
+    Deferred,
+    Meeting,
+    broadcast,
+    defer,
+    depart,
+    meet,
+    together,
+    told,
+)
 
-__all__ = ["TIMEOUT_S", "Board", "BoardComm", "Comm", "MemoryBoard", "Phase", "Solo", "depart", "together", "told"]
+__all__ = [
+    "TIMEOUT_S",
+    "Announcement",
+    "Board",
+    "BoardComm",
+    "Bytes",
+    "Call",
+    "Comm",
+    "Deferred",
+    "Meeting",
+    "MemoryBoard",
+    "Phase",
+    "Solo",
+    "broadcast",
+    "defer",
+    "depart",
+    "meet",
+    "together",
+    "told",
+]

@@ -9,8 +9,19 @@ TIMEOUT_S = 1800.0
 """The longest that a rank waits for the others, unless the caller says otherwise."""
 
 
+class Call(NamedTuple):
+    """A call that all ranks make: what it does, and with which place. `Call("saving to", "runs/a")`."""
+
+    action: str
+    place: str
+
+    def at(self, step: str) -> "Phase":
+        """A step of this call."""
+        return Phase(self.action, self.place, step)
+
+
 class Phase(NamedTuple):
-    """Where in which call a rank is: what it does, with which place, and the step of that."""
+    """How far a rank is: what its call does, with which place, and at which step it is."""
 
     action: str
     place: str
@@ -46,7 +57,7 @@ class Comm(Protocol):
 
     @property
     def coordinator(self) -> int:
-        """The rank that collects and decides; any rank can be it."""
+        """The rank that collects notes and decides. Any rank can be the coordinator."""
 
     @property
     def group(self) -> Any:
@@ -57,33 +68,33 @@ class Comm(Protocol):
         """The longest that this rank waits for the others, each time."""
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Bring all payloads to the coordinator, in order of rank, and what it decides to everybody.
+        """Bring all payloads to the coordinator, in order of rank, and its decision to every rank.
 
-        Raises RanksMissing on every rank when ranks have not come before the deadline.
+        Raises RanksMissing on every rank if a rank has not arrived before the deadline.
         """
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
         """The coordinator's note, on every rank. Waits for the coordinator only; the others pass None."""
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
-        """The coordinator's note for this rank: it has one for each, the others pass None. Waits for the coordinator only."""
+        """The coordinator's note for this rank. The coordinator passes one for each rank, the others pass None."""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
 
     def post(self, name: str, note: bytes) -> None:
-        """Put up a note that the other ranks can look at, in place of one of this name. No meeting: waits for nobody."""
+        """Put up a note for the other ranks to look at; it replaces one of the same name. Does not wait."""
 
     def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """What other ranks posted under these names, as soon as all are there; None for those that are not there in time."""
+        """The notes that ranks posted under these names, once all are there; None for those not there in time."""
 
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
 
-    def aside(self) -> "Comm":
-        """The same ranks, for calls that run beside others (in a thread): they do not meet those, nor use the process group.
+    def secondary(self) -> "Comm":
+        """The same ranks on a separate channel, for calls that run in a thread beside other calls.
 
-        Every rank asks for as many of these as the others, in the same order.
+        Its meetings are its own, and it does not use the process group. Every rank makes these calls in the same order.
         """
 
 
@@ -112,13 +123,13 @@ class Solo:
         return notes[0] if notes else b""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
-        """Nobody waits."""
+        """Does nothing: no other rank waits."""
 
     def post(self, name: str, note: bytes) -> None:
-        """Nobody looks."""
+        """Does nothing: no other rank looks."""
 
     def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """Nobody else posts: None for each, at once."""
+        """None for each, at once: no other rank posts."""
         del timeout_s
         return [None] * len(names)
 
@@ -126,6 +137,6 @@ class Solo:
         """Rank 0 is the only one."""
         return 0 if global_rank == 0 else None
 
-    def aside(self) -> "Comm":
-        """The process itself, which meets nobody."""
+    def secondary(self) -> "Comm":
+        """The same object: there are no meetings to keep apart."""
         return self

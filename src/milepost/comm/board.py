@@ -1,9 +1,9 @@
 """Ranks that talk through a board: a key-value store that all of them reach.
 
-Every meeting has a number. Each rank pins its payload to the board; the coordinator collects them, decides, and pins the
-outcome, which the others wait for. So whoever waits can always say who has not come: those whose note is missing. If
-the deadline passes, the coordinator pins that instead, and everybody raises the same error. A rank that comes later finds it
-and raises too, and the next meeting finds all ranks in step again.
+Every meeting has a number. Each rank pins its payload to the board; the coordinator collects them, decides, and pins
+the outcome, which the others wait for. A waiting rank can always name the ranks that have not arrived: their notes are
+missing. If the deadline passes, the coordinator pins that instead, and every rank raises the same error. A rank that
+arrives later finds it and raises too, and at the next meeting all ranks are in step again.
 
 The board is the store that the job was started with, not a process group: control traffic never meets training.
 """
@@ -24,32 +24,32 @@ _GRACE_S = 10.0
 """How much longer than the coordinator the others wait at most, so that its verdict reaches them first."""
 _REMEMBERED = 16
 _GONE = b"\xff" * 6
-"""In place of a call and step: this rank has gone for good. Fits every meeting."""
+"""In place of a call and step: this rank is gone for good. Fits every meeting."""
 _PARTING_NOTES = 8
-"""In how many meetings a rank that has gone is heard. A save has at most five; it ends at the first that hears it."""
+"""In how many meetings the notes of a rank that is gone are found. A save has at most five, and ends at the first."""
 
 
 class Board(Protocol):
     """Notes by name, seen by all ranks."""
 
     def pin(self, name: str, note: bytes) -> None:
-        """Put a note on the board, in place of one that has the name already."""
+        """Put a note on the board. It replaces a note of the same name."""
 
     def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """These notes, as soon as all are there; None for those that are not there in time."""
+        """These notes, once all are there; None for those that are not there in time."""
 
     def count(self, name: str, step: int = 1) -> int:
-        """Add to a counter (0 just looks) and give its value."""
+        """Add `step` to a counter and return its value; a step of 0 only looks."""
 
     def remove(self, name: str) -> None:
         """Take a note off the board, if it is there."""
 
-    def aside(self, name: str) -> "Board":
-        """The board of this name: another one for the same ranks."""
+    def named(self, name: str) -> "Board":
+        """Another board for the same ranks, by its name."""
 
 
 class Outcome(msgspec.Struct, frozen=True):
-    """What the coordinator pins: its decision; or the ranks that did not come and where each was last seen; or odd ones out."""
+    """What the coordinator pins: its decision; or missing ranks, with the step last seen; or ranks at other calls."""
 
     wire: bytes
     decision: bytes = b""
@@ -58,7 +58,7 @@ class Outcome(msgspec.Struct, frozen=True):
     odd: dict[int, bytes] = {}
 
     def pack(self) -> bytes:
-        """As a note: a decision, which is what is pinned nearly always, takes seven bytes more than itself."""
+        """As a note. A decision, by far the most frequent, takes seven bytes more than itself."""
         if self.missing or self.odd:
             return b"!" + msgspec.msgpack.encode(self)
         return b"." + self.wire + self.decision
@@ -115,7 +115,7 @@ class BoardComm:
         return global_rank if 0 <= global_rank < self._size else None
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
-        """Bring all payloads to the coordinator and its decision to all. Raises RanksMissing, naming ranks and phases."""
+        """Bring all payloads to the coordinator and its decision to all. Raises RanksMissing, with ranks and steps."""
         number, early = self._enter(phase)
         if self._rank != self._coordinator:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
@@ -151,7 +151,7 @@ class BoardComm:
         return found or b""
 
     def leave(self, phase: Phase, payload: bytes) -> None:
-        """Pin this rank's payload and do not wait. A coordinator that leaves decides alone: nobody else collects."""
+        """Pin this rank's payload and do not wait. A coordinator that leaves decides alone: no other rank collects."""
         number = self._board.count(f"count/{self._rank}")
         if self._rank == self._coordinator:
             # The notes of earlier meetings stay: others may not have read them yet.
@@ -160,15 +160,15 @@ class BoardComm:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
 
     def post(self, name: str, note: bytes) -> None:
-        """Put up a note that the other ranks can look at, in place of one of this name."""
+        """Put up a note for the other ranks to look at; it replaces one of the same name."""
         self._board.pin(f"posted/{name}", note)
 
     def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """The notes posted under these names, as soon as all are there; None for those that are not there in time."""
+        """The notes posted under these names, once all are there; None for those not there in time."""
         return self._board.read([f"posted/{name}" for name in names], timeout_s)
 
     def depart(self, payload: bytes) -> None:
-        """Take part in the next call, whatever it is, with this payload alone, and never again: this rank is gone."""
+        """Take part in the next call, whatever it is, with this payload only: this rank is gone for good."""
         for _ in range(_PARTING_NOTES):
             number = self._board.count(f"count/{self._rank}")
             if self._rank == self._coordinator:
@@ -176,15 +176,15 @@ class BoardComm:
             else:
                 self._board.pin(f"{number}/{self._rank}", _GONE + payload)
 
-    def aside(self) -> "BoardComm":
+    def secondary(self) -> "BoardComm":
         """The same ranks on a board of their own, without the process group."""
-        board = self._board.aside(f"aside/{self._board.count(f'asides/{self._rank}')}")
+        board = self._board.named(f"secondary/{self._board.count(f'secondaries/{self._rank}')}")
         return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._coordinator)
 
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already.
 
-        A rank that left out an earlier call skips what the others gave up on.
+        A rank that skipped an earlier call also skips the meetings that the others gave up on.
         """
         while True:
             number = self._board.count(f"count/{self._rank}")
@@ -217,13 +217,13 @@ class BoardComm:
         packed = outcome.pack()
         self._board.pin(f"{number}/all", packed)
         if outcome.missing:
-            # Also over what was announced in this call, so that a rank that comes later does not take part alone.
+            # Also over what was announced in this call, so that a late rank does not take part alone.
             for earlier in self._phases:
                 if earlier < number and self._board.read([f"{earlier}/all"], 0.0)[0] is not None:
                     self._board.pin(f"{earlier}/all", packed)
             return
-        # Every rank has pinned this number, so it has read those before: they are done with. The ranks' own notes are
-        # removed by each of them, which takes the coordinator no time however many there are.
+        # Every rank has pinned this number, so every rank has read the numbers before it. The ranks remove their own
+        # notes, so that the coordinator's work does not grow with the number of ranks.
         for old in (number - 1, number - 2):
             self._board.remove(f"{old}/all")
 
@@ -232,7 +232,7 @@ class BoardComm:
         found = self._board.read([f"{number}/all"], waited)[0]
         if found is not None:
             return Outcome.unpack(found)
-        # The coordinator itself is gone: say who else has not come, where others had to.
+        # The coordinator itself is missing: name the other missing ranks too, if this step needs them.
         others = [rank for rank in range(self._size) if rank not in (self._rank, self._coordinator) and not announced]
         notes = self._board.read([f"{number}/{r}" for r in others], 0.0)
         missing = [self._coordinator, *(r for r, note in zip(others, notes, strict=True) if note is None)]
@@ -274,7 +274,7 @@ class MemoryBoard:
     """A board for ranks that are threads of one process."""
 
     def __init__(self) -> None:
-        self._asides: dict[str, MemoryBoard] = {}
+        self._named: dict[str, MemoryBoard] = {}
         self._changed = threading.Condition()
         self._notes: dict[str, bytes] = {}
         self._counts: dict[str, int] = {}
@@ -310,7 +310,7 @@ class MemoryBoard:
         with self._changed:
             self._notes.pop(name, None)
 
-    def aside(self, name: str) -> "MemoryBoard":
+    def named(self, name: str) -> "MemoryBoard":
         """The board of this name: another one for the same ranks."""
         with self._changed:
-            return self._asides.setdefault(name, MemoryBoard())
+            return self._named.setdefault(name, MemoryBoard())

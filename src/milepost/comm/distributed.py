@@ -18,7 +18,7 @@ from milepost.errors import InvalidRequest, RanksMissing
 _FIRST_LOOK_S = 0.001
 _CONNECT = timedelta(seconds=60)
 _PIECE_BYTES = 4 << 20
-"""Torch's store hangs up on whoever sends more than 8 MiB at once."""
+"""Torch's store closes the connection of a client that sends more than 8 MiB at once."""
 _WHOLE, _IN_PIECES = b"\0", b"\1"
 
 
@@ -34,7 +34,7 @@ class TorchBoard:
         self._pieces: dict[str, int] = {}
 
     def pin(self, name: str, note: bytes) -> None:
-        """Put a note on the board, in place of one that has the name already."""
+        """Put a note on the board. It replaces a note of the same name."""
         with _reachable():
             if len(note) < _PIECE_BYTES:
                 self._set(name, _WHOLE + note)
@@ -43,14 +43,14 @@ class TorchBoard:
             self._pieces[name] = max(len(starts), self._pieces.get(name, 0))
             for i, start in enumerate(starts):
                 self._set(_piece(name, i), note[start : start + _PIECE_BYTES])
-            # Last: whoever sees this finds the pieces.
+            # Last: a rank that sees this note finds the pieces.
             self._set(name, _IN_PIECES + len(starts).to_bytes(8, "big"))
 
     def _set(self, name: str, note: bytes) -> None:
         self._store.set(name, note)  # type: ignore[arg-type]  # the stub says str; bytes are taken as they are
 
     def read(self, names: list[str], timeout_s: float) -> list[bytes | None]:
-        """These notes, as soon as all are there; None for those that are not there in time."""
+        """These notes, once all are there; None for those that are not there in time."""
         with _reachable():
             if not names or self._appear(names, timeout_s):
                 found = self._store.multi_get(names) if names else []
@@ -64,7 +64,7 @@ class TorchBoard:
         return b"".join(bytes(self._store.get(_piece(name, i))) for i in range(count))
 
     def _appear(self, names: list[str], timeout_s: float) -> bool:
-        """Look again and again, ever more slowly: a wait inside the store could not be interrupted, and logs."""
+        """Poll, ever more slowly: a wait inside the store cannot be interrupted, and writes to the log."""
         start = time.monotonic()
         while not self._store.check(names):
             waited = time.monotonic() - start
@@ -75,7 +75,7 @@ class TorchBoard:
         return True
 
     def count(self, name: str, step: int = 1) -> int:
-        """Add to a counter (0 just looks) and give its value."""
+        """Add `step` to a counter and return its value; a step of 0 only looks."""
         with _reachable():
             return int(self._store.add(name, step))
 
@@ -86,8 +86,8 @@ class TorchBoard:
             for i in range(self._pieces.pop(name, 0)):
                 self._store.delete_key(_piece(name, i))
 
-    def aside(self, name: str) -> "TorchBoard":
-        """The board of this name: another one for the same ranks."""
+    def named(self, name: str) -> "TorchBoard":
+        """Another board for the same ranks, by its name."""
         with _reachable():
             return TorchBoard(self._given, self._size, f"{self._name}/{name}")
 
@@ -98,13 +98,13 @@ def _piece(name: str, i: int) -> str:
 
 @contextlib.contextmanager
 def _reachable() -> Iterator[None]:
-    """Say in our own words that the job's store is gone; it usually lives in rank 0 or its launcher."""
+    """Turn torch's errors into one that says that the job's store does not answer."""
     try:
         yield
     except (dist.DistError, RuntimeError) as error:
         raise RanksMissing(
             f"the key-value store of the job does not answer, so the other ranks cannot be reached: {error}. "
-            "It lives in rank 0 or in the launcher; look whether that died."
+            "It lives in rank 0 or in the launcher; check whether that process died."
         ) from error
 
 
@@ -133,7 +133,8 @@ def ranks_of(group: Any, timeout_s: float, coordinator: int = 0) -> Comm:
 def key_value_store(address: tuple[str, int] | None) -> Any:
     """The key-value store at an address, or a new one in this process, on a port of its own."""
     host, port = address or ("127.0.0.1", 0)
-    return dist.TCPStore(host, port, is_master=address is None, timeout=_CONNECT, wait_for_workers=False)  # type: ignore[attr-defined]
+    store: Any = dist.TCPStore  # type: ignore[attr-defined]  # the stubs do not list it
+    return store(host, port, is_master=address is None, timeout=_CONNECT, wait_for_workers=False)
 
 
 def address_for(group: Any) -> str:
@@ -153,7 +154,7 @@ _boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, TorchBoard]" = weakref.We
 
 
 def _board_of(group: dist.ProcessGroup, size: int) -> TorchBoard:
-    """The board of a process group. Kept as long as that: to connect anew for each call takes longer than the call."""
+    """The board of a process group, kept as long as the group: connecting takes longer than a call."""
     if group not in _boards:
         _boards[group] = TorchBoard(group.get_group_store(), size)
     return _boards[group]

@@ -1,100 +1,170 @@
-"""The one place where an error on one rank becomes the same error on all."""
+"""The one place where an error on one rank becomes the same error on all.
+
+A call that all ranks make (a save, a load) is a sequence of steps. There are three kinds of steps:
+
+* `together`: every rank works; all succeed, or all raise.
+* `meet`: every rank works and brings a note; the coordinator decides from all notes, and every rank gets its answer.
+* `broadcast`: the coordinator works, and every rank gets its answer.
+
+An error between two steps is kept by `defer` until the next one, where all ranks hear of it.
+"""
 
 import contextlib
 import pickle
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from milepost.comm.base import Comm, Phase
+from milepost.comm.base import Call, Comm, Phase
 from milepost.comm.board import BoardComm
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
+from milepost.core.wire import Wire
 from milepost.errors import ERRORS, CheckpointError, Failure
 
+T = TypeVar("T")
+Note = TypeVar("Note")
+Answer = TypeVar("Answer")
 _KINDS_SHOWN = 20
 _TRACEBACKS = 3
 _ORIGINAL_BYTES = 64 << 10
 
 
-class Report(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings to a meeting: its payload, or what went wrong."""
+class Packs(Protocol[T]):
+    """Makes bytes of a value, and the value of these bytes: `core.wire.Wire` for records, or something of your own."""
 
-    payload: bytes = b""
+    def pack(self, value: T, /) -> bytes:
+        """The value as bytes."""
+
+    def unpack(self, data: bytes, /) -> T:
+        """The value that `pack` was given."""
+
+
+class Bytes:
+    """Bytes as they are."""
+
+    def pack(self, value: bytes) -> bytes:
+        """The bytes."""
+        return value
+
+    def unpack(self, data: bytes) -> bytes:
+        """The bytes."""
+        return data
+
+
+@dataclass(frozen=True, slots=True)
+class Meeting(Generic[Note, Answer]):
+    """A step in which every rank brings a note and gets the coordinator's answer. Made when a module is imported."""
+
+    step: str
+    notes: Packs[Note]
+    answers: Packs[Answer]
+
+
+@dataclass(frozen=True, slots=True)
+class Announcement(Generic[Answer]):
+    """A step in which every rank gets what the coordinator says. Made when a module is imported."""
+
+    step: str
+    answers: Packs[Answer]
+
+
+class Deferred(Generic[T]):
+    """The result of some work, or the error that took its place and waits for the next step."""
+
+    def __init__(self, result: T | None, error: BaseException | None) -> None:
+        self.result, self._error = result, error
+
+    def get(self) -> T:
+        """The result. Raises the error; called inside the work of a step, it reaches every rank."""
+        if self._error is not None:
+            raise self._error
+        return self.result  # type: ignore[return-value]  # without an error there is a result, which may be None
+
+
+class _Report(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank brings to a meeting: its note, or what went wrong."""
+
+    note: bytes = b""
     failure: Failure | None = None
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator answers: its decision, or the failures; equal ones are told once, with the ranks that met them."""
+class _Verdict(msgspec.Struct, frozen=True, array_like=True):
+    """What the coordinator answers: its decision, or the failures. Equal failures are listed once, with their ranks."""
 
     decision: bytes = b""
     failures: tuple[tuple[str, Failure], ...] = ()
 
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_REPORTS = msgspec.msgpack.Decoder(Report)
-_VERDICTS = msgspec.msgpack.Decoder(Verdict)
+_REPORTS = Wire(_Report)
+_VERDICTS = Wire(_Verdict)
 
 
-def nothing(payloads: list[bytes]) -> bytes:
-    """The decision where all that counts is that every rank came, and well."""
-    del payloads
-    return b""
+def defer(comm: Comm, work: Callable[[], T]) -> Deferred[T]:
+    """Run `work` between two steps. An error is kept for the next step; in a job of one process it is raised at once.
+
+    Ctrl-C is kept too: if this rank left here, its next call would meet the others in this one.
+    """
+    try:
+        return Deferred(work(), None)
+    except BaseException as error:
+        if comm.size == 1:
+            raise
+        return Deferred(None, error)
 
 
-def together(
-    comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes] = nothing
-) -> bytes:
-    """Run `work` on every rank, `decide` on the coordinator with the results of all, and give its answer to every rank.
+def together(comm: Comm, call: Call, step: str, work: Callable[[], T]) -> T:
+    """Run `work` on every rank, and give this rank's result once all ranks have succeeded.
 
     If anything fails on any rank, every rank raises a CheckpointError with the failures of all; where they are of one
     kind, that kind. On the rank itself the original is its cause.
     """
-    met: list[BaseException] = []
-    try:
-        report = Report(payload=work())
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        met.append(error)
-        report = Report(failure=failure_of(error))
-    except BaseException as error:
-        # Leaving (Ctrl-C, sys.exit): tell the others, do not wait for them.
-        comm.leave(phase, _parting(comm, failure_of(error)))
-        raise
+    kept: list[T] = []
+
+    def keep() -> bytes:
+        kept.append(work())
+        return b""
+
+    _meet(comm, call.at(step), keep, lambda _: b"")
+    return kept[0]
+
+
+def meet(
+    comm: Comm,
+    call: Call,
+    meeting: Meeting[Note, Answer],
+    work: Callable[[], Note],
+    decide: Callable[[list[Note]], Answer],
+) -> Answer:
+    """Run `work` on every rank, `decide` on the coordinator with the notes of all, and give its answer to every rank.
+
+    Fails as `together` does: what `work` or `decide` raises on any rank is raised on every rank.
+    """
 
     def judge(packed: list[bytes]) -> bytes:
-        reports = [_REPORTS.decode(data) for data in packed]
-        failures = {rank: r.failure for rank, r in enumerate(reports) if r.failure is not None}
-        if failures:
-            return msgspec.msgpack.encode(Verdict(failures=_grouped(failures)))
-        try:
-            return msgspec.msgpack.encode(Verdict(decide([r.payload for r in reports])))
-        except BaseException as error:  # noqa: BLE001  # told to the others first, then raised below
-            met.append(error)
-            return msgspec.msgpack.encode(Verdict(failures=_grouped({comm.rank: failure_of(error)})))
+        return meeting.answers.pack(decide([meeting.notes.unpack(note) for note in packed]))
 
-    answer = comm.meet(phase, msgspec.msgpack.encode(report), judge)
-    if met and (comm.size == 1 or not isinstance(met[0], Exception)):
-        raise met[0]
-    return _answered(phase, answer, comm, met[0] if met else None)
+    return meeting.answers.unpack(_meet(comm, call.at(meeting.step), lambda: meeting.notes.pack(work()), judge))
 
 
-def told(comm: Comm, phase: Phase, work: Callable[[], bytes]) -> bytes:
-    """Run `work` on the coordinator and give its result to every rank. Waits for nobody but the coordinator."""
+def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: Callable[[], Answer]) -> Answer:
+    """Run `work` on the coordinator and give its result to every rank. Waits for the coordinator only."""
+    phase = call.at(announcement.step)
     if comm.rank != comm.coordinator:
-        return _answered(phase, comm.announce(phase, None), comm, None)
+        return announcement.answers.unpack(_answered(phase, comm.announce(phase, None), comm, None))
+    failed: Exception | None = None
     try:
-        verdict = Verdict(work())
+        verdict = _Verdict(announcement.answers.pack(work()))
     except Exception as error:
         if comm.size == 1:
             raise
-        verdict = Verdict(failures=_grouped({comm.rank: failure_of(error)}))
-        return _answered(phase, comm.announce(phase, msgspec.msgpack.encode(verdict)), comm, error)
+        failed, verdict = error, _Verdict(failures=_grouped({comm.rank: failure_of(error)}))
     except BaseException as error:
         comm.leave(phase, _parting(comm, failure_of(error)))
         raise
-    return _answered(phase, comm.announce(phase, msgspec.msgpack.encode(verdict)), comm, None)
+    return announcement.answers.unpack(_answered(phase, comm.announce(phase, _VERDICTS.pack(verdict)), comm, failed))
 
 
 def depart(comm: BoardComm, error: BaseException) -> None:
@@ -102,17 +172,58 @@ def depart(comm: BoardComm, error: BaseException) -> None:
     comm.depart(_parting(comm, failure_of(error)))
 
 
+def note_bytes(note: bytes) -> int:
+    """How many bytes a rank sends for a note of a meeting, without the six that say at which step it is."""
+    return len(_REPORTS.pack(_Report(note)))
+
+
+def answer_bytes(answer: bytes) -> int:
+    """How many bytes the coordinator sends for an answer, without the seven that say to which step it belongs."""
+    return len(_VERDICTS.pack(_Verdict(answer)))
+
+
+def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
+    met: list[BaseException] = []
+    try:
+        report = _Report(work())
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        met.append(error)
+        report = _Report(failure=failure_of(error))
+    except BaseException as error:
+        # Leaving (Ctrl-C, sys.exit): tell the others, do not wait for them.
+        comm.leave(phase, _parting(comm, failure_of(error)))
+        raise
+
+    def judge(packed: list[bytes]) -> bytes:
+        reports = [_REPORTS.unpack(data) for data in packed]
+        failures = {rank: r.failure for rank, r in enumerate(reports) if r.failure is not None}
+        if failures:
+            return _VERDICTS.pack(_Verdict(failures=_grouped(failures)))
+        try:
+            return _VERDICTS.pack(_Verdict(decide([r.note for r in reports])))
+        except BaseException as error:  # noqa: BLE001  # told to the others first, then raised below
+            met.append(error)
+            return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure_of(error)})))
+
+    answer = comm.meet(phase, _REPORTS.pack(report), judge)
+    if met and (comm.size == 1 or not isinstance(met[0], Exception)):
+        raise met[0]
+    return _answered(phase, answer, comm, met[0] if met else None)
+
+
 def _parting(comm: Comm, failure: Failure) -> bytes:
-    """What a rank that leaves says: to the coordinator a report, and as the coordinator a verdict."""
+    """What a rank that leaves says: a report to the coordinator, or, as the coordinator, a verdict."""
     if comm.rank == comm.coordinator:
-        return msgspec.msgpack.encode(Verdict(failures=_grouped({comm.rank: failure})))
-    return msgspec.msgpack.encode(Report(failure=failure))
+        return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure})))
+    return _REPORTS.pack(_Report(failure=failure))
 
 
 def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | None) -> bytes:
-    verdict = _VERDICTS.decode(answer)
+    verdict = _VERDICTS.unpack(answer)
     if verdict.failures:
-        raise combined(phase, verdict.failures, comm.rank) from mine
+        raise _combined(phase, verdict.failures, comm.rank) from mine
     return verdict.decision
 
 
@@ -123,20 +234,20 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def _text(error: BaseException) -> str:
-    """What an error says of itself. One that cannot must still reach the others."""
+    """The message of an error. An error whose message cannot be made must still reach the others."""
     try:
         return str(error)
     except Exception as trouble:  # noqa: BLE001
-        return f"<it cannot be shown: {type(trouble).__name__}>"
+        return f"<its message cannot be shown: {type(trouble).__name__}>"
 
 
 def _plain(text: str) -> str:
-    """The text without what has no UTF-8, such as names of files that are none."""
+    """The text without characters that UTF-8 does not have, such as those of undecodable file names."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _original(error: BaseException) -> bytes:
-    """The exception and its stack as a pickle, for ranks of the same job; nothing where it is large or has no such form."""
+    """The exception and its stack as a pickle, for ranks of the same job; empty if it is large or cannot be pickled."""
     stack = traceback.extract_tb(error.__traceback__)
     for frame in stack:
         if hasattr(frame, "_code"):  # from Python 3.13 on: bytecode, which cannot be pickled
@@ -148,7 +259,7 @@ def _original(error: BaseException) -> bytes:
 
 
 def _grouped(failures: Mapping[int, Failure]) -> tuple[tuple[str, Failure], ...]:
-    """Equal failures once, with their ranks; tracebacks of the first few only: the answer goes to every rank."""
+    """Equal failures once, with their ranks. Only the first few keep a traceback: the answer goes to every rank."""
     groups: dict[tuple[str, str], tuple[Failure, list[int]]] = {}
     for rank, failure in failures.items():
         groups.setdefault((failure.kind, failure.message), (failure, []))[1].append(rank)
@@ -159,7 +270,7 @@ def _grouped(failures: Mapping[int, Failure]) -> tuple[tuple[str, Failure], ...]
     return tuple(result)
 
 
-def combined(phase: Phase, groups: tuple[tuple[str, Failure], ...], me: int) -> CheckpointError:
+def _combined(phase: Phase, groups: tuple[tuple[str, Failure], ...], me: int) -> CheckpointError:
     """One error for the failures of several ranks."""
     failures = {rank: failure for ranks, failure in groups for rank in unpack_ranks(ranks)}
     kinds = {failure.kind for _, failure in groups}
@@ -172,3 +283,17 @@ def combined(phase: Phase, groups: tuple[tuple[str, Failure], ...], me: int) -> 
         lines.append(f"and {len(groups) - _KINDS_SHOWN} more")
     where = "here" if set(failures) == {me} else f"on {show_ranks(failures)}"
     return kind(f"{phase.text} failed {where}.\n  " + "\n  ".join(lines), failures)
+
+
+# TEMPORARY
+_typed_together = together
+
+
+def together(comm, call, step, work=None):  # noqa
+    if isinstance(step, str):
+        return _typed_together(comm, call, step, work)
+    return _meet(comm, call, step, work or (lambda _: b""))
+
+
+def told(comm, phase, work):  # noqa
+    return broadcast(comm, Call(phase.action, phase.place), Announcement(phase.step, Bytes()), work)

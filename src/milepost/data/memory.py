@@ -1,11 +1,11 @@
 """Host memory as bytes: the blocks that workers copy through, and the bytes of tensors."""
 
 import ctypes
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from milepost.core.box import boxes_of_run
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.transfer import new_pages
 
@@ -15,25 +15,6 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: tor
 _move_small = ctypes.PYFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)(
     ("memmove", ctypes.pythonapi)
 )
-
-
-class LateTensor:
-    """A tensor that is made when it is needed, and not kept: what a planner gives for an item, or a part of that."""
-
-    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
-        self._make = make
-
-    def __getitem__(self, inside: tuple[slice, ...]) -> "LateTensor":
-        return LateTensor(lambda: self.get()[inside])
-
-    def get(self) -> torch.Tensor:
-        """The tensor, made anew."""
-        return self._make()
-
-
-def ready(data: "torch.Tensor | LateTensor") -> torch.Tensor:
-    """The tensor itself."""
-    return data.get() if isinstance(data, LateTensor) else data
 
 
 def copy_bytes(to: int, source: int, count: int) -> None:
@@ -83,6 +64,24 @@ class Block:
             whole = self.data.numel() // dtype.itemsize * dtype.itemsize
             self._typed[dtype] = self.data[:whole].view(dtype)
         return self._typed[dtype]
+
+
+def copy_run(data: torch.Tensor, low: int, high: int, block: Block, at: int) -> None:
+    """Copy bytes low..high of a tensor, in row-major order, to `at` of a block. Elements are not cut."""
+    address = address_of(data)
+    if address:
+        copy_bytes(block.address + at, address + low, high - low)
+        return
+    size = data.element_size()
+    if data.is_contiguous():
+        data = data.view(-1)
+    for box in boxes_of_run(tuple(data.shape), low // size, high // size):
+        part = data[box.slices]
+        if not part.is_conj() and not part.is_neg():  # else torch works it out while it copies
+            part = as_bits(part)
+        room = block.as_type(part.dtype)[at // size : at // size + box.elements]
+        room.view(box.shape).copy_(part)
+        at += box.elements * size
 
 
 def needs_pinned(tensors: "list[torch.Tensor]") -> bool:

@@ -17,6 +17,8 @@ HOST_MEMORY_BYTES = 512 * MIB
 """What a save or load may use beyond the state itself, unless the caller says otherwise."""
 MAX_THREADS = 256
 _PIECE_BYTES = 32 * KIB
+_THROUGH_THE_CACHE = 2
+"""How many threads write to the page cache at once: a file has one lock there, and more threads only spin on it."""
 _TELL_EVERY_S = 0.1
 _log = logging.getLogger("milepost")
 
@@ -51,6 +53,11 @@ class Transfer:
         by_memory = self.threads * self.block_bytes // block_bytes
         by_pieces = total_bytes // (_PIECE_BYTES * max(pieces, 1))
         return max(1, min(self.threads, by_memory, by_pieces, -(-total_bytes // block_bytes)))
+
+    def threads_to_write(self, total_bytes: int, pieces: int, *, cached: bool) -> int:
+        """How many threads to use to write one file, through the page cache or past it."""
+        threads = self.threads_for(total_bytes, pieces, self.block_bytes)
+        return min(threads, _THROUGH_THE_CACHE) if cached else threads
 
     def within(self, host_memory_bytes: int) -> "Transfer":
         """The same, with fewer threads or smaller blocks if it would use more memory than this."""

@@ -5,29 +5,30 @@ memory of its own, where the store wants that, or by reference), computes the ch
 it. So copying, checksumming and writing of different blocks overlap, and memory is bounded by what the workers own.
 """
 
+import contextlib
 import ctypes
 import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from milepost.core.box import boxes_of_run
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
-from milepost.data.memory import Block, LateTensor, address_of, as_bits, copy_bytes, needs_pinned, view_of
+from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
+from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.errors import InvalidState
 from milepost.store import Store, Writer
 
-_THROUGH_THE_CACHE = 2
-"""So many write to the page cache at once: one file has one lock there, and more threads only spin on it."""
+W = TypeVar("W", bound=Writer)
 _BY_REFERENCE = 64 * KIB
 """Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
 
@@ -36,7 +37,7 @@ class EntryToWrite(msgspec.Struct, frozen=True, gc=False):
     """An entry to write, with the memory that holds it, or what makes it. `live`: somebody waits to change that memory."""
 
     header: NewEntry
-    data: torch.Tensor | LateTensor
+    data: EntryData
     live: bool = False
 
 
@@ -45,6 +46,17 @@ class Written(msgspec.Struct, frozen=True):
 
     file: ShardFile | None
     data_bytes: int
+
+
+@contextlib.contextmanager
+def committed(writer: W) -> Iterator[W]:
+    """Commit the file at the end of the block. On any error nothing of it remains."""
+    try:
+        yield writer
+        writer.commit()
+    except BaseException:
+        writer.abort()
+        raise
 
 
 def write_shard(
@@ -72,15 +84,11 @@ def write_shard(
     except ValueError as error:
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
-    writer = store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)
-    try:
+    source = _EntryBytes(entries, header, transfer.block_bytes)
+    with committed(store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)) as writer:
         writer.write(0, [head])
-        table = _write_blocks(writer, _EntryBytes(entries, header, transfer.block_bytes), transfer, meter, released)
+        table = _write_blocks(writer, source, transfer, meter, released)
         writer.write(header.header_bytes + header.data_bytes, [table])
-        writer.commit()
-    except BaseException:
-        writer.abort()
-        raise
     seal = seal_of(head, table)
     return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
 
@@ -115,9 +123,7 @@ def _write_blocks(
 
         return write
 
-    threads = transfer.threads_for(total, source.pieces, size)
-    if not writer.aligned:
-        threads = min(threads, _THROUGH_THE_CACHE)
+    threads = transfer.threads_to_write(total, source.pieces, cached=not writer.aligned)
     # What is made late is made by a planner, which may use the same memory for each item: so these are copied one after
     # the other, in order (jobs are taken one at a time), and only checksummed and written side by side.
     jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
@@ -168,8 +174,8 @@ class _Made:
         return data
 
 
-def _made_for(entry: EntryToWrite, header: Header, block_bytes: int) -> "torch.Tensor | _Made":
-    if isinstance(entry.data, torch.Tensor):
+def _made_for(entry: EntryToWrite, header: Header, block_bytes: int) -> "torch.Tensor | LateBox | _Made":
+    if not isinstance(entry.data, LateTensor):
         return entry.data
     start, stop = header.entries[entry.header.name].data_offsets
     return _Made(entry.data, (stop - 1) // block_bytes - start // block_bytes + 1)
@@ -215,7 +221,7 @@ class _EntryBytes:
         if self._run_ends[i] >= stop and address and (by_reference or address % PAGE_BYTES == 0):
             # All of it lies together, in order: so do copies that were made for this. It is written from there.
             return [memoryview((ctypes.c_char * (stop - start)).from_address(address)).cast("B")]
-        views: list[memoryview] = []
+        views, fill = list[memoryview](), BlockFill(block)
         at = gathered = start  # what lies between was put into the block and is not in `views` yet
         while at < stop:
             low = at - self._starts[i]
@@ -227,9 +233,11 @@ class _EntryBytes:
             elif self._addresses[i]:
                 copy_bytes(block.address + at - start, self._addresses[i] + low, high - low)
             elif high > low:
-                self._copy(self._data[i], low, high, block, at - start)
+                data = self._data[i]
+                fill.add(data.take() if isinstance(data, _Made) else data, low, high, at - start)
             at += high - low
             i += 1
+        fill.finish()
         views.append(block.view[gathered - start : stop - start])
         return [view for view in views if len(view)]
 
@@ -243,21 +251,3 @@ class _EntryBytes:
             assert isinstance(data, torch.Tensor)
             self._views[i] = view_of(data)
         return self._views[i]
-
-    def _copy(self, source: "torch.Tensor | _Made", low: int, high: int, block: Block, at: int) -> None:
-        """Copy bytes low..high of a tensor that is strided, on a device, or late. Elements are not cut: all is aligned."""
-        data = source if isinstance(source, torch.Tensor) else source.take()
-        if address_of(data):
-            copy_bytes(block.address + at, address_of(data) + low, high - low)
-            return
-        size = data.element_size()
-        if data.is_contiguous():
-            data = data.view(-1)
-        for box in boxes_of_run(tuple(data.shape), low // size, high // size):
-            count = box.elements * size
-            part = data[box.slices]
-            if not part.is_conj() and not part.is_neg():  # else torch works it out while it copies
-                part = as_bits(part)
-            room = block.as_type(part.dtype)[at // size : (at + count) // size]
-            room.view(box.shape).copy_(part)
-            at += count

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
 from milepost.core.manifest import VERSION
+from milepost.data.transfer import Transfer
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
 from milepost.errors import CheckpointError
 from milepost.planning import storage
@@ -66,7 +67,11 @@ class FileSystemWriter(storage.CheckpointWriter, BlockingAsyncStager):
         **options: Any,
     ) -> None:
         storage.CheckpointWriter.__init__(
-            self, path, thread_count=thread_count, overwrite=overwrite, _extensions=_extensions, **options
+            self,
+            path,
+            overwrite=overwrite,
+            transforms=_extensions or (),
+            **{"transfer": Transfer(threads=max(thread_count, 4)), **options},
         )
         BlockingAsyncStager.__init__(self, cache_staged_state_dict=cache_staged_state_dict)
         self.path = _path(path)
@@ -89,7 +94,7 @@ class FileSystemReader(storage.CheckpointReader):
     """Reads Milepost's format, every byte verified."""
 
     def __init__(self, path: Location, _extension_registry: ExtensionRegistry | None = None, **options: Any) -> None:
-        super().__init__(path, _extension_registry, **options)
+        super().__init__(path, registry=_extension_registry, **options)
         self.path = _path(path)
 
     @property

@@ -105,7 +105,7 @@ def async_save(
         return save_in_background(
             state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
         )
-    comm = comm_of(process_group, no_dist).aside()
+    comm = comm_of(process_group, no_dist).secondary()
     stager: Any = async_stager
     if stager is None:
         stager = storage_writer

@@ -6,34 +6,25 @@ stay sharded; an optimizer that has not stepped yet gets new state, cut like its
 """
 
 import platform
-from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path as File
 from typing import Any
 
-import numpy as np
 import torch
 import xxhash
 
-from milepost.core.box import Box, Shape
-from milepost.core.division import read_plan
+from milepost.core.box import Shape
 from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
-from milepost.data.place import Placement, placement_of
+from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
-from milepost.loading.share_reads import SharedPart
+from milepost.loading.target import BYTES_TYPES, Match, has_no_memory, placements_for
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import (
     Describer,
-    LocalTensor,
-    Part,
-    Sharers,
-    dtype_name,
     is_tensor,
-    materialise,
     new_tensor,
     torch_dtype,
     why_not_filled,
@@ -42,25 +33,6 @@ from milepost.state.values import Codec
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
-_BYTES = {"bytes": bytes, "bytearray": bytearray}
-
-
-@dataclass
-class Target:
-    """A state that is being loaded into: its leaves, and for each what will stand there after the load.
-
-    `saved` maps the state's keys to those of the checkpoint, which may be spelled otherwise; `homeless` are the tensors
-    that have no memory to read into yet.
-    """
-
-    manifest: Manifest
-    flat: Flat
-    opened: dict[Path, Any]
-    found: RankMatch
-    saved: dict[str, str] = field(default_factory=dict)
-    placements: list[Placement] = field(default_factory=list)
-    homeless: list[str] = field(default_factory=list)
-    results: dict[str, Any] = field(default_factory=dict)
 
 
 class _Placeholder:
@@ -78,19 +50,19 @@ class Matcher:
         self._per_rank = {p.key for p in manifest.per_rank}
         self._saved: dict[str, str] = {}
         self._missing: list[str] = []
-        self._homeless: list[str] = []
+        self._without_memory: list[str] = []
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
         self._kinds: dict[str, str] = {}
         self._read_bytes = self._shared_bytes = 0
         self._on_device = False
 
-    def match(self, state: Any) -> Target:
+    def match(self, state: Any) -> Match:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
         placements = self._compare(flat)
-        found = RankMatch(
+        report = RankMatch(
             tuple(self._missing),
             self._shapes,
             self._dtypes,
@@ -101,14 +73,14 @@ class Matcher:
             self._on_device,
             host_id() if self._shared_bytes else b"",
         )
-        return Target(self._manifest, flat, opened, found, self._saved, placements, self._homeless)
+        return Match(self._manifest, flat, opened, report, self._saved, tuple(placements), tuple(self._without_memory))
 
     @cached_property
     def _root(self) -> Branch:
         return grow(self._manifest.tree)
 
     def _find_keys(self, flat: Flat) -> None:
-        """Find the saved key of each leaf: by the very path, or else by a path that reads the same and is the only one."""
+        """Find the saved key of each leaf: by the exact path, or else by the only path that reads the same."""
         if flat.nodes == self._manifest.tree:  # as for most loads
             self._saved = {key: key for key in flat.leaves}
             return
@@ -117,7 +89,7 @@ class Matcher:
             self._saved[key] = exact.get(exact_path(path), plain.get(show_path(path), NOWHERE))
 
     def _open(self, value: Any, path: Path) -> Any:
-        """What stands for a stateful object: a module's own state dict; else the saved one, around the tensors it has."""
+        """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
         current = value.state_dict()
         branch = _find(self._root, path, self._codec)
         if isinstance(value, torch.nn.Module) or branch is None or branch.node.kind in LEAVES:
@@ -136,7 +108,7 @@ class Matcher:
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
-        if tensor.kind in _BYTES:
+        if tensor.kind in BYTES_TYPES:
             return _Placeholder()
         optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         has = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
@@ -156,15 +128,16 @@ class Matcher:
         for key, leaf in flat.leaves.items():
             kind, there = flat.kinds[key], self._saved[key]
             saved = self._tensors.get(there)
-            if saved is not None and (saved.kind in _BYTES or _is_homeless(leaf)):
-                self._homeless.append(key)
-            if kind == "tensor" and saved is not None and saved.kind not in _BYTES:
-                placements += self._compare_tensor(key, leaf, saved)
+            if saved is not None and (saved.kind in BYTES_TYPES or has_no_memory(leaf)):
+                self._without_memory.append(key)
+            if kind == "tensor" and saved is not None and saved.kind not in BYTES_TYPES:
+                reads = self._compare_tensor(key, leaf, saved)
+                placements += reads if not has_no_memory(leaf) else []
             elif kind == "tensor" and saved is not None and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = f"saved as {saved.kind} and the target is a tensor"
             elif there in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = "saved as a value and the target is a tensor"
-            elif kind == "value" and saved is not None and saved.kind not in _BYTES:
+            elif kind == "value" and saved is not None and saved.kind not in BYTES_TYPES:
                 self._kinds[key] = f"saved as a {saved.kind} and the target is a {type(leaf).__name__}"
             elif (there in self._per_rank) != (kind == "per_rank") and self._knows(there):
                 self._kinds[key] = (
@@ -202,21 +175,6 @@ class Matcher:
         return placements
 
 
-def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> list[Placement]:
-    """The reads that fill this rank's parts of a tensor."""
-    alone = describer.is_alone(local)
-    return [
-        placement_of(item, saved.dtype, _window(part, item.box), alone)
-        for part in local.parts
-        for item in read_plan(manifest, saved, part.box)
-    ]
-
-
-def _window(part: Part, box: Box) -> torch.Tensor:
-    """The memory of a part that holds a box of it."""
-    return part.data if box is part.box or box == part.box else part.data[box.within(part.box).slices]
-
-
 @cache
 def host_id() -> bytes:
     """Eight bytes that are the same for processes that share a page cache."""
@@ -230,68 +188,6 @@ def host_id() -> bytes:
 def keys_of(manifest: Manifest) -> list[str]:
     """All keys of a checkpoint, in one order."""
     return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
-
-
-def _is_homeless(leaf: Any) -> bool:
-    """Whether a leaf is a tensor or array that nothing can be read into: torch knows no steps backwards."""
-    if isinstance(leaf, torch.Tensor):
-        return leaf.is_meta
-    return isinstance(leaf, np.ndarray) and (not leaf.flags.writeable or min(leaf.strides, default=0) < 0)
-
-
-def allocate(target: Target, describer: Describer, device: torch.device | str | None) -> None:
-    """Give memory to targets that have none (meta device, some arrays, long bytes), and plan their reads anew."""
-    if not target.homeless:
-        return
-    manifest = target.manifest
-    tensors = {t.key: t for t in manifest.tensors}
-    made: dict[str, Any] = {}
-    for key in target.homeless:
-        leaf, saved = target.flat.leaves[key], tensors[target.saved[key]]
-        if saved.kind in _BYTES:
-            made[key] = LongBytes(saved.kind, new_tensor("uint8", saved.shape))
-        elif isinstance(leaf, torch.Tensor):
-            made[key] = materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
-        else:
-            made[key] = np.empty_like(leaf)
-    anew = {target.saved[key] for key in made}
-    target.placements = [p for p in target.placements if p.item.key not in anew]
-    for key, value in made.items():
-        memory = value.buffer if isinstance(value, LongBytes) else value
-        saved = tensors[target.saved[key]]
-        target.placements.extend(placements_for(manifest, saved, describer.describe(memory, key), describer))
-    target.results.update(made)
-
-
-def shared_parts(target: Target, describer: Describer) -> dict[Sharers, list[SharedPart]]:
-    """The tensors of a target, with their memory, that other ranks want too, by the ranks that do."""
-    tensors = {t.key: t for t in target.manifest.tensors}
-    shared: dict[Sharers, list[SharedPart]] = {}
-    wishes = Counter(target.saved.values())
-    for key, leaf in target.flat.leaves.items():
-        saved = tensors.get(target.saved[key])
-        if saved is None or wishes[saved.key] > 1:
-            continue
-        value = target.results.get(key, leaf)
-        value = value.buffer if isinstance(value, LongBytes) else value
-        local = describer.describe(value, key)
-        sharers = describer.sharers(value, local)
-        if sharers is not None:
-            shared.setdefault(sharers, []).extend(SharedPart(saved, part) for part in local.parts)
-    return shared
-
-
-@dataclass(frozen=True, slots=True)
-class LongBytes:
-    """Bytes that are being read like a tensor."""
-
-    kind: str
-    buffer: torch.Tensor
-
-    def finish(self) -> bytes | bytearray:
-        """The bytes, as the type that was saved."""
-        data: bytes = self.buffer.numpy().tobytes()
-        return data if self.kind == "bytes" else bytearray(data)
 
 
 def _spellings(root: Branch, codec: Codec) -> tuple[dict[str, str], dict[str, str]]:

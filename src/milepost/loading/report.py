@@ -16,9 +16,9 @@ _SHOWN = 10
 
 
 class RankMatch(msgspec.Struct, frozen=True):
-    """One rank's view: keys that it misses or that differ, a bit for each key of the checkpoint that it wants, its bytes.
+    """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
 
-    `shared_bytes` of them other ranks want too; `on_device` says whether those are for a device, `host` where it runs.
+    Other ranks want `shared_bytes` of them too; `on_device`: whether those are for a device; `host`: where it runs.
     """
 
     missing: tuple[str, ...]
@@ -34,9 +34,15 @@ class RankMatch(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class LoadReport:
-    """All differences between a checkpoint and a target state, and what a load would read.
+    """All differences between a checkpoint and a target state on all ranks, and what a load would read.
 
-    Keys map to the ranks that see the difference. `shapes` and `dtypes` hold (saved, target).
+    `milepost.explain` makes it; print it to read it. `missing` maps keys to the ranks that miss them. `shapes` and
+    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank would read.
+
+    >>> _ = milepost.save({"w": torch.ones(2, 2)}, "memory://report")
+    >>> report = milepost.explain({"w": torch.ones(3)}, "memory://report")
+    >>> report.fits(), report.shapes
+    (False, {'w': ((2, 2), (3,))})
     """
 
     url: str

@@ -2,8 +2,8 @@
 
 Every rank works out the same list of units for each process group whose members hold the same boxes, and who reads
 which. The lists are compared before anything is read; if they differ anywhere, every rank reads for itself. Units are
-read straight into the reader's own tensors. Only when all ranks have read, and verified, without an error does the
-exchange begin: so nobody waits for data that will not come, unless a rank dies or stops just then. Hence a deadline.
+read straight into the reader's own tensors. The exchange begins only when all ranks have read and verified without an
+error, so no rank waits for data that will not come, unless a rank dies or stops just then. Hence a deadline.
 """
 
 from collections.abc import Callable, Iterator
@@ -84,7 +84,7 @@ class Exchange:
             self._buffers[device] = torch.empty(_MESSAGE_BYTES, dtype=torch.uint8, device=device)
 
     def run(self, timeout_s: float) -> None:
-        """Send what this rank has read, and receive the rest, waiting so long for each message. A collective of the group."""
+        """Send what this rank has read and receive the rest: a collective. `timeout_s` is for each message."""
         troubles: list[Exception] = []
         for reader, units in _messages(self._units):
             direct = _as_it_is(units)

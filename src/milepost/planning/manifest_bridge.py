@@ -2,15 +2,15 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 import torch
 
+from milepost.commit.attempt import Contents
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.layout import Boxes, Held, Layout, Whole
-from milepost.core.manifest import Manifest, ShardFile, Tensor, Value, new_manifest
+from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.tree import Branch, Leaf, grow, nodes_of
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidRequest
 from milepost.planning.items import box_of, chunk_of
@@ -25,7 +25,6 @@ from milepost.planning.records import (
 )
 from milepost.state.tensors import dtype_name, torch_dtype
 from milepost.state.values import Codec
-from milepost.version import __version__
 
 PLANNER_DATA = "milepost.planner_data"
 """Where a planner's own data is kept in the checkpoint's metadata."""
@@ -33,11 +32,12 @@ PLANNER_DATA = "milepost.planner_data"
 
 @dataclass(frozen=True)
 class Goal:
-    """What a save aims at; each rank finds it in its plan's `storage_data`."""
+    """What a save aims at, and which of how many ranks this is; each rank finds it in its plan's `storage_data`."""
 
     generation: int
     save_id: str
     rank: int
+    world: int = 1
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class StoredBox:
     box: Box
 
 
-def make_manifest(
+def make_contents(
     goal: Goal, metadata: Metadata, results: list[list[WriteResult]], kept: Mapping[str, Any]
-) -> Manifest:
-    """The manifest of what planners decided and ranks wrote. Raises InvalidRequest for what was planned and not written."""
+) -> Contents:
+    """What planners decided and ranks wrote, for the manifest. Raises InvalidRequest for what was planned and not written."""
     stored = {result.index: result for rank in results for result in rank}
     missing = [fqn for fqn, saved in metadata.state_dict_metadata.items() if not _is_written(fqn, saved, stored)]
     if missing:
@@ -95,19 +95,14 @@ def make_manifest(
     paths, extra = paths_of(metadata.planner_data, kinds)
     files = {r.storage_data.file.rank: r.storage_data.file for r in stored.values() if r.storage_data.file is not None}
     told_too = {**kept, **({PLANNER_DATA: extra} if extra is not None else {})}
-    return new_manifest(
-        goal.generation,
-        goal.save_id,
-        datetime.now(UTC).isoformat(timespec="seconds"),
-        f"milepost {__version__}",
-        len(results),
-        metadata=Codec().encode(told_too, "metadata"),
-        layouts=tuple(layouts),
-        tensors=tuple(tensors),
-        tree=nodes_of(paths, kinds),
-        values=tuple(values),
-        per_rank=(),
-        files=tuple(files[rank] for rank in sorted(files)),
+    return Contents(
+        Codec().encode(told_too, "metadata"),
+        tuple(layouts),
+        tuple(tensors),
+        nodes_of(paths, kinds),
+        tuple(values),
+        (),
+        tuple(files[rank] for rank in sorted(files)),
     )
 
 

@@ -119,6 +119,13 @@ class StorageWriter(abc.ABC):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, once all ranks have written: make the checkpoint valid."""
 
+    def abort(self, error: BaseException) -> None:
+        """On every rank, after the save failed with `error`: remove what this rank wrote, if nothing can commit it.
+
+        In a job of several ranks, an error without `failures` means that the coordinator did not answer. It may still
+        commit, so the data must stay.
+        """
+
     @classmethod
     @abc.abstractmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -8,59 +8,72 @@ import inspect
 import logging
 import pickle
 from collections.abc import Callable
-from typing import Any
+from types import NoneType
+from typing import Any, TypeVar
 
-from milepost.comm import Comm, Phase, together
-from milepost.errors import CheckpointError, InvalidRequest
+from milepost.comm import Call, Comm, Meeting, meet, together
+from milepost.core.wire import Wire
+from milepost.errors import InvalidRequest
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from milepost.planning.records import LoadPlan, Metadata, SavePlan
+from milepost.planning.records import LoadPlan, Metadata, SavePlan, WriteResult
 
 _log = logging.getLogger("milepost")
+T = TypeVar("T")
 MakeState = Callable[[], dict[str, Any]]
 """Gives the state. Called in the first step, so that what fails in there, on one rank, reaches all."""
+
+
+class _Pickles:
+    """Plans and results as pickles: they hold whatever a planner puts into them, and travel inside one job."""
+
+    def pack(self, value: Any) -> bytes:
+        return pickle.dumps(value)
+
+    def unpack(self, data: bytes) -> Any:
+        return pickle.loads(data)  # noqa: S301  # from a rank of this job
+
+
+_PICKLES = _Pickles()
+_PLANNING = Meeting("planning", _PICKLES, Wire(NoneType))
+_HANDING_OUT = "planning, handing out"
+_WRITING = Meeting("writing", _PICKLES, Wire(NoneType))
+_READING, _APPLYING = "reading", "applying"
 
 
 def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     """Save by plans. Gives the metadata on the coordinator, None elsewhere. Raises the same error on every rank."""
     try:
         return _save(state, writer, planner, comm)
-    except Exception as error:
-        # Where the coordinator did not answer it may still commit, and then needs what this rank wrote.
-        if comm.size == 1 or (isinstance(error, CheckpointError) and error.failures):
-            _abort(writer)
+    except BaseException as error:
+        _abort(writer, error)
         raise
 
 
 def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     made: list[Metadata] = []
-    place = place_of(writer)
+    call = Call("saving to", place_of(writer))
     is_coordinator = comm.rank == comm.coordinator
 
-    def plan_here() -> bytes:
+    def plan_here() -> SavePlan:
         set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
         set_up(writer.set_up_storage_writer, is_coordinator, rank=comm.rank, use_collectives=True)
         plan = planner.create_local_plan()
         if isinstance(planner, DefaultSavePlanner):
             plan = planner.unless_unchanged(plan)
-        return _pack(writer.prepare_local_plan(plan))
+        return writer.prepare_local_plan(plan)
 
-    def plan_all(packed: list[bytes]) -> list[bytes]:
-        plans, metadata = planner.create_global_plan([_unpack(data) for data in packed])
+    def plan_all(local: list[SavePlan]) -> list[SavePlan]:
+        plans, metadata = planner.create_global_plan(local)
         made.append(metadata)
-        return [_pack(plan) for plan in _as_many(writer.prepare_global_plan(plans), comm)]
+        return writer.prepare_global_plan(plans)
 
-    final = _dealt(comm, Phase("saving to", place, "planning"), plan_here, plan_all)
+    final: SavePlan = _deal(comm, call, plan_here, plan_all)
 
-    def write() -> bytes:
-        plan: SavePlan = planner.finish_plan(_unpack(final))
-        return _pack(writer.write_data(plan, planner).wait())
+    def write() -> list[WriteResult]:
+        return writer.write_data(planner.finish_plan(final), planner).wait()
 
-    def finish(packed: list[bytes]) -> bytes:
-        writer.finish(made[0], [_unpack(data) for data in packed])
-        return b""
-
-    together(comm, Phase("saving to", place, "writing"), write, finish)
+    meet(comm, call, _WRITING, write, lambda results: writer.finish(made[0], results))
     return made[0] if made else None
 
 
@@ -68,71 +81,55 @@ def load_planned(
     state: MakeState, apply: Callable[[], None], reader: StorageReader, planner: LoadPlanner, comm: Comm
 ) -> None:
     """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
-    place = place_of(reader)
+    call = Call("loading", place_of(reader))
     is_coordinator = comm.rank == comm.coordinator
     # Where the reader can: all ranks read what the coordinator finds, though a save may replace it meanwhile.
     join = getattr(reader, "open_together", None)
     if callable(join):
         join(comm)
 
-    def plan_here() -> bytes:
+    def plan_here() -> LoadPlan:
         metadata = set_up(reader.read_metadata, rank=comm.rank)
         set_up(planner.set_up_planner, state(), metadata=metadata, is_coordinator=is_coordinator)
         set_up(reader.set_up_storage_reader, metadata, is_coordinator, rank=comm.rank, use_collectives=True)
-        return _pack(reader.prepare_local_plan(planner.create_local_plan()))
+        return reader.prepare_local_plan(planner.create_local_plan())
 
-    def plan_all(packed: list[bytes]) -> list[bytes]:
-        plans = planner.create_global_plan([_unpack(data) for data in packed])
-        return [_pack(plan) for plan in _as_many(reader.prepare_global_plan(plans), comm)]
+    def plan_all(local: list[LoadPlan]) -> list[LoadPlan]:
+        return reader.prepare_global_plan(planner.create_global_plan(local))
 
-    def read(plan: LoadPlan) -> bytes:
+    def read(plan: LoadPlan) -> None:
         reader.read_data(planner.finish_plan(plan), planner).wait()
-        return b""
-
-    def finish() -> bytes:
-        apply()
-        return b""
 
     if _plans_alone(planner, reader):
-        together(comm, Phase("loading", place, "reading"), lambda: read(_unpack(plan_here())))
+        # As if the plan had travelled: a planner must not find its own objects changed behind its back.
+        together(comm, call, _READING, lambda: read(_PICKLES.unpack(_PICKLES.pack(plan_here()))))
     else:
-        final = _dealt(comm, Phase("loading", place, "planning"), plan_here, plan_all)
-        together(comm, Phase("loading", place, "reading"), lambda: read(_unpack(final)))
-    together(comm, Phase("loading", place, "applying"), finish)
+        final: LoadPlan = _deal(comm, call, plan_here, plan_all)
+        together(comm, call, _READING, lambda: read(final))
+    together(comm, call, _APPLYING, apply)
 
 
 def _plans_alone(planner: LoadPlanner, reader: StorageReader) -> bool:
-    """Whether no rank's reads depend on those of others: then nobody gathers plans."""
+    """Whether no rank's reads depend on those of others: then no plans are gathered."""
     return (
         type(planner).create_global_plan is DefaultLoadPlanner.create_global_plan
         and getattr(reader, "needs_global_plan", True) is False
     )
 
 
-def _pack(plan: Any) -> bytes:
-    return pickle.dumps(plan)
-
-
-def _unpack(data: bytes) -> Any:
-    return pickle.loads(data)  # noqa: S301  # from a rank of this job
-
-
-def _dealt(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], list[bytes]]) -> bytes:
+def _deal(comm: Comm, call: Call, work: Callable[[], T], decide: Callable[[list[T]], list[T]]) -> T:
     """Bring what all ranks worked out to the coordinator, and to each rank what the coordinator decided for it."""
     notes: list[bytes] = []
 
-    def keep(packed: list[bytes]) -> bytes:
-        notes.extend(decide(packed))
-        return b""
+    def keep(local: list[T]) -> None:
+        plans = decide(local)
+        if len(plans) != comm.size:
+            raise InvalidRequest(f"the global plan has plans for {len(plans)} ranks, and there are {comm.size}")
+        notes.extend(map(_PICKLES.pack, plans))
 
-    together(comm, phase, work, keep)
-    return comm.hand_out(phase._replace(step=f"{phase.step}, handing out"), notes or None)
-
-
-def _as_many(plans: list[Any], comm: Comm) -> list[Any]:
-    if len(plans) != comm.size:
-        raise InvalidRequest(f"the global plan has plans for {len(plans)} ranks, and there are {comm.size}")
-    return plans
+    meet(comm, call, _PLANNING, work, keep)
+    dealt: T = _PICKLES.unpack(comm.hand_out(call.at(_HANDING_OUT), notes or None))
+    return dealt
 
 
 def set_up(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
@@ -151,12 +148,12 @@ def place_of(storage: StorageWriter | StorageReader) -> str:
     return type(storage).__name__
 
 
-def _abort(writer: StorageWriter) -> None:
-    """Let storage remove what it has written, if it knows how."""
+def _abort(writer: StorageWriter, error: BaseException) -> None:
+    """Let storage remove what it has written. Storage made for torch's classes does not know how."""
     abort = getattr(writer, "abort", None)
     if not callable(abort):
         return
     try:
-        abort()
-    except Exception as error:  # noqa: BLE001  # why the save failed is what the caller has to hear
-        _log.warning("could not remove what an unfinished save left at %s: %s", place_of(writer), error)
+        abort(error)
+    except Exception as trouble:  # noqa: BLE001  # the caller must hear why the save failed
+        _log.warning("could not remove what an unfinished save left at %s: %s", place_of(writer), trouble)

@@ -18,7 +18,7 @@ from milepost.core.manifest import Value
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
 from milepost.core.tree import Leaf, nodes_of
-from milepost.data.memory import LateTensor
+from milepost.data.late import LateTensor
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.planning.items import box_of
@@ -126,7 +126,7 @@ def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[Ch
     """Whether nothing about the plans of all ranks was changed: neither by the classes nor by options."""
     default = _keeps(planner, DefaultSavePlanner, "create_global_plan", "finish_plan", "unless_unchanged")
     steps = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
-    plain = isinstance(writer, CheckpointWriter) and _keeps(writer, CheckpointWriter, *steps) and not writer.extensions
+    plain = isinstance(writer, CheckpointWriter) and _keeps(writer, CheckpointWriter, *steps) and not writer.transforms
     return default and plain and not planner.dedup_save_to_lowest_rank
 
 

@@ -12,23 +12,23 @@ import torch
 from torch.futures import Future
 
 from milepost.checkpoint import files_at
-from milepost.comm import Comm
-from milepost.commit.publish import aim, exists, generations, publish, sweep
+from milepost.comm import Call, Comm, Deferred
+from milepost.commit.attempt import Aim, Attempt, take_aim
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead, read_plan
 from milepost.core.dtypes import DTYPES
-from milepost.core.manifest import Manifest, Tensor, shard_name
+from milepost.core.manifest import Manifest, Tensor
 from milepost.core.shardfile import NewEntry, entry_name
-from milepost.data.memory import LateTensor, ready
+from milepost.data.late import LateTensor, ready
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed
-from milepost.data.write import EntryToWrite, Written, write_shard
-from milepost.errors import CheckpointError, InvalidRequest, InvalidState, StorageError
+from milepost.data.write import EntryToWrite, Written
+from milepost.errors import CheckpointError, InvalidRequest, InvalidState
 from milepost.loading.pipeline import open_together
 from milepost.planning.items import box_of
-from milepost.planning.manifest_bridge import Goal, StoredBox, StoredItem, expand, make_manifest, written_as
+from milepost.planning.manifest_bridge import Goal, StoredBox, StoredItem, expand, make_contents, written_as
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.records import (
     LoadPlan,
@@ -74,51 +74,44 @@ class _AtStore:
 
 
 class CheckpointWriter(_AtStore, StorageWriter):
-    """Writes Milepost's format: atomic, durable, with checksums. The other options of DCP's writer are taken and have no effect.
+    """Writes Milepost's format by the storage protocol: atomic, durable, with checksums.
 
-    `path`: a path, URL or store. `thread_count`: threads that write, unless `transfer` says more.
-    `overwrite=False`: refuse to replace a checkpoint. `metadata`: a small dict of plain values to keep with it.
-    `_extensions`: stream transforms for the bytes of each tensor; what they give for this rank is held in memory.
+    `path`: a path, URL or store. `overwrite=False`: refuse to replace a checkpoint. `metadata`: a small dict of plain
+    values to keep with it. `transforms`: stream transforms for the bytes of each tensor; their output for this rank is
+    held in memory. `host_memory_bytes`, `transfer`, `progress`: as for `milepost.save`.
     """
 
     def __init__(
         self,
         path: Location,
-        single_file_per_rank: bool = True,
-        sync_files: bool = True,
-        thread_count: int = 4,
-        per_thread_copy_ahead: int = 10_000_000,
-        cache_staged_state_dict: bool = False,
-        overwrite: bool = True,
-        _extensions: Sequence[StreamTransformExtension] | None = None,
         *,
+        overwrite: bool = True,
         metadata: Mapping[str, Any] | None = None,
+        transforms: Sequence[StreamTransformExtension] = (),
         host_memory_bytes: int = HOST_MEMORY_BYTES,
         transfer: Transfer | None = None,
         progress: Watcher | None = None,
     ) -> None:
-        # One file for each rank, always synced: what these would change is part of what Milepost promises.
-        del single_file_per_rank, sync_files, per_thread_copy_ahead, cache_staged_state_dict
         self.store = store_at(path)
         self.overwrite, self.metadata, self.progress = overwrite, dict(metadata or {}), progress
-        self.extensions = tuple(_extensions or ())
-        self.transfer = (transfer or Transfer(threads=max(thread_count, 4))).within(host_memory_bytes)
+        self.transforms = tuple(transforms)
+        self.transfer = (transfer or Transfer()).within(host_memory_bytes)
         self.save_id = str(uuid.uuid4())
         self.generation = 0
         self._meter = Meter("save", self.store.url)
-        self._mine: Goal | None = None
+        self._goal: Goal | None = None
         self._is_coordinator = False
 
     def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None and checkpoint_id != "":
             self.store = store_at(checkpoint_id)
-        self.save_id, self._mine = str(uuid.uuid4()), None
+        self.save_id, self._goal = str(uuid.uuid4()), None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn whether this rank commits."""
         del args, kwargs
-        self._is_coordinator, self._mine = is_coordinator, None
+        self._is_coordinator, self._goal = is_coordinator, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Nothing to add."""
@@ -126,10 +119,8 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Tell each rank under which name to write."""
-        if not self.overwrite and exists(self.store):
-            raise InvalidRequest(f"there is a checkpoint at {self.url} already; pass overwrite=True to replace it")
-        generation, save_id = aim(self.store)
-        return [replace(plan, storage_data=Goal(generation, save_id, rank)) for rank, plan in enumerate(plans)]
+        aim = take_aim(self.store, overwrite=self.overwrite)
+        return [replace(plan, storage_data=Goal(*aim, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard file."""
@@ -138,7 +129,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
             raise InvalidRequest(
                 "the plan does not say where to write: `prepare_global_plan` of this writer was left out"
             )
-        self._mine, self.save_id = goal, goal.save_id
+        self._goal, self.save_id = goal, goal.save_id
         self._meter = Meter("save", self.url, self.progress if self._is_coordinator else None)
         entries: list[EntryToWrite] = []
         values: dict[MetadataIndex, ValueIO] = {}
@@ -146,17 +137,12 @@ class CheckpointWriter(_AtStore, StorageWriter):
         for item in plan.items:
             found = _resolved(planner, item)
             if isinstance(found, EntryToWrite):
-                entries.append(_transformed(found, self.extensions) if item.tensor_data is not None else found)
+                entries.append(_transformed(found, self.transforms) if item.tensor_data is not None else found)
                 sizes[item.index] = _size_of(entries[-1])
             elif found is not None:
                 values[item.index], sizes[item.index] = found, len(found.getbuffer())
-        try:
-            written = write_shard(self.store, goal.save_id, goal.rank, entries, self.transfer, self._meter)
-        except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
-            raise StorageError(f"cannot write to {self.url}: {error}", errno=error.errno) from error
-        names = tuple(extension.get_descriptor() for extension in self.extensions)
+        written = _attempt(self.store, goal).write(entries, self.transfer, self._meter)
+        names = tuple(transform.get_descriptor() for transform in self.transforms)
         results = [
             WriteResult(item.index, sizes.get(item.index, 0), _stored(item, goal, written, values, names))
             for item in plan.items
@@ -165,22 +151,24 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest from what was planned and what was written, and commit it."""
-        if self._mine is None:
+        if self._goal is None:
             raise InvalidRequest("this writer has not written anything: `write_data` comes before `finish`")
-        manifest = make_manifest(self._mine, metadata, results, self.metadata)
-        publish(self.store, manifest)
-        sweep(self.store, manifest)
-        self.generation = manifest.generation
+        _attempt(self.store, self._goal).commit(make_contents(self._goal, metadata, results, self.metadata))
+        self.generation = self._goal.generation
         self._meter.finish()
 
-    def abort(self) -> None:
-        """Remove what this rank wrote, if nothing was committed. Raises, and removes nothing, if that cannot be said."""
-        if self._mine is not None and self._mine.generation not in generations(self.store):
-            self.store.delete(shard_name(self._mine.save_id, self._mine.rank))
+    def abort(self, error: BaseException) -> None:
+        """Remove what this rank wrote, unless a manifest may name it."""
+        if self._goal is not None:
+            _attempt(self.store, self._goal).fail(error)
 
     def storage_meta(self) -> StorageMeta:
         """Where, and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+
+def _attempt(store: Store, goal: Goal) -> Attempt:
+    return Attempt(store, Aim(goal.generation, goal.save_id), goal.rank, goal.world)
 
 
 def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO | None":
@@ -272,20 +260,20 @@ class CheckpointReader(_AtStore, StorageReader):
     def __init__(
         self,
         path: Location,
-        _extension_registry: ExtensionRegistry | None = None,
         *,
+        registry: ExtensionRegistry | None = None,
         verify: bool = True,
         host_memory_bytes: int = HOST_MEMORY_BYTES,
         transfer: Transfer | None = None,
         progress: Watcher | None = None,
     ) -> None:
         self.store = store_at(path)
-        self.registry = _extension_registry or REGISTRY
+        self.registry = registry or REGISTRY
         self.verify, self.progress = verify, progress
         self.transfer = (transfer or Transfer()).within(host_memory_bytes)
         self.load_id = str(uuid.uuid4())
         self._is_coordinator = False
-        self._opened: tuple[Files | None, Exception | None] | None = None
+        self._opened: Deferred[Files] | None = None
 
     def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new load."""
@@ -296,7 +284,7 @@ class CheckpointReader(_AtStore, StorageReader):
 
     def open_together(self, comm: Comm) -> None:
         """Let the next `read_metadata` of every rank read the checkpoint that the coordinator finds."""
-        self._opened = open_together(self.store, comm, "loading")
+        self._opened = open_together(self.store, comm, Call("loading", self.url))
 
     @cached_property
     def _files(self) -> Files:
@@ -312,10 +300,8 @@ class CheckpointReader(_AtStore, StorageReader):
         del args, kwargs
         self.__dict__.pop("_files", None)  # a reader may be used again without a reset, after another save
         if self._opened is not None:
-            (files, trouble), self._opened = self._opened, None
-            if files is None:
-                raise trouble or AssertionError
-            self._files = files
+            opened, self._opened = self._opened, None
+            self._files = opened.get()
         metadata = expand(self.manifest)
         metadata.storage_meta = StorageMeta(self.checkpoint_id, self.manifest.save_id or None, self.load_id)
         return metadata

@@ -1,21 +1,21 @@
-"""Agreeing: the ranks compare digests of their tables; only where these differ does one rank of each kind send its own."""
+"""Agreeing: the ranks compare digests of their tables. Where they differ, one rank of each kind sends its table."""
 
 import zlib
-from collections.abc import Callable
 
 import msgspec
 
-from milepost.comm import Comm, Phase, together
+from milepost.comm import Bytes, Call, Comm, Deferred, Meeting, meet
 from milepost.core.agreement import GroupPlan, Overview, Plans, Terms, group_of, group_ranks, make_plan, settle
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Merged, Table, merge_tables
+from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.errors import RanksDisagree
 from milepost.saving.describe import Described
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_TABLES = msgspec.json.Decoder(Table)
-_TERMS = msgspec.json.Decoder(Terms)
+_TABLES = Wire.json(Table)
+_DESCRIBING = Meeting("describing the state", Bytes(), Wire.json(Terms))
+_AGREEING = Meeting("agreeing on the layout", Bytes(), Wire.json(Terms))
 
 
 class _Council:
@@ -27,22 +27,22 @@ class _Council:
         self.overview: Overview | None = None
         self.plan: GroupPlan | None = None
 
-    def hear_digests(self, digests: list[bytes]) -> bytes:
+    def hear_digests(self, digests: list[bytes]) -> Terms:
         """Equal digests are an agreement; else ask one rank of each group for its table."""
         self._groups = group_ranks(digests)
         if len(self._groups) > 1:
-            return msgspec.json.encode(Terms(b"", tuple(ranks for ranks, _ in self._groups)))
+            return Terms(b"", tuple(ranks for ranks, _ in self._groups))
         assert self._table is not None
         return self._settle([self._table])
 
-    def hear_tables(self, packed: list[bytes]) -> bytes:
+    def hear_tables(self, packed: list[bytes]) -> Terms:
         """Merge the tables of all groups. Raises RanksDisagree, with everything that contradicts."""
         return self._settle(
-            [_TABLES.decode(zlib.decompress(packed[unpack_ranks(ranks)[0]])) for ranks, _ in self._groups]
+            [_TABLES.unpack(zlib.decompress(packed[unpack_ranks(ranks)[0]])) for ranks, _ in self._groups]
         )
 
     @CollectionPaused()
-    def _settle(self, tables: list[Table]) -> bytes:
+    def _settle(self, tables: list[Table]) -> Terms:
         merged: Merged = merge_tables(
             [(unpack_ranks(ranks), table) for (ranks, _), table in zip(self._groups, tables, strict=True)]
         )
@@ -52,40 +52,25 @@ class _Council:
         self.overview = settled.overview
         groups = settled.terms.groups
         self.plan = settled.plans[groups.index(group_of(self._comm.rank, groups))]
-        return msgspec.json.encode(settled.terms)
+        return settled.terms
 
 
-def agree(
-    comm: Comm,
-    phase: Callable[[str], Phase],
-    described: Described | None,
-    trouble: BaseException | None,
-    plans: Plans,
-    spread: bool,
-) -> GroupPlan:
-    """The plan of this rank, agreed with all others and kept in `plans`. A rank in trouble raises it here, on all ranks."""
-    table = described.table if described else None
-    council = _Council(comm, table, spread)
-
-    def greet() -> bytes:
-        if trouble is not None:
-            raise trouble
-        assert described is not None
-        return described.digest
-
-    terms = _TERMS.decode(together(comm, phase("describing the state"), greet, council.hear_digests))
+def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, spread: bool) -> GroupPlan:
+    """The plan of this rank, agreed with all others and kept in `plans`. A deferred error is raised on all ranks."""
+    council = _Council(comm, described.result.table if described.result else None, spread)
+    terms = meet(comm, call, _DESCRIBING, lambda: described.get().digest, council.hear_digests)
     if not terms.id:
         speakers = {unpack_ranks(group)[0] for group in terms.groups}
 
         def speak() -> bytes:
-            # The values stay at home until the results: they change from save to save, the rest does not.
-            bare = msgspec.structs.replace(table, values=()) if table else None
-            return zlib.compress(msgspec.json.encode(bare)) if comm.rank in speakers else b""
+            if comm.rank not in speakers:
+                return b""
+            # The values are left out until the results: they change from save to save, the rest does not.
+            return zlib.compress(_TABLES.pack(msgspec.structs.replace(described.get().table, values=())))
 
-        packed = together(comm, phase("agreeing on the layout"), speak, council.hear_tables)
-        terms = _TERMS.decode(packed)
-    assert described is not None
+        terms = meet(comm, call, _AGREEING, speak, council.hear_tables)
+    mine = described.get()
     with CollectionPaused():
-        plan = council.plan or make_plan(terms, group_of(comm.rank, terms.groups), described.table, comm.size, spread)
-    plans.keep(described.digest, comm.size, spread, plan, council.overview)
+        plan = council.plan or make_plan(terms, group_of(comm.rank, terms.groups), mine.table, comm.size, spread)
+    plans.keep(mine.digest, comm.size, spread, plan, council.overview)
     return plan

@@ -21,15 +21,15 @@ from milepost.state.tensors import Describer, LocalTensor, check_data
 from milepost.state.values import Codec
 
 
-def nobody_waits() -> None:
-    """Nothing: nobody waits to change the state."""
+def no_callback() -> None:
+    """Does nothing: the callback where no caller waits to change the state."""
 
 
 @dataclass(frozen=True, slots=True)
 class Described:
     """A rank's state, taken apart.
 
-    `live`: keys of tensors that somebody waits to change: they are read first, and `released` is called when they were.
+    `live`: keys of tensors that a caller waits to change. They are read first; then `released` is called.
     """
 
     table: Table
@@ -38,7 +38,7 @@ class Described:
     private: list[EntryToWrite]
     metadata: Any
     live: frozenset[str] = frozenset()
-    released: Callable[[], None] = nobody_waits
+    released: Callable[[], None] = no_callback
 
 
 @CollectionPaused()

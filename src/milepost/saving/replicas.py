@@ -1,31 +1,33 @@
-"""Replicas that should be equal: each rank hashes what it shares with others, and the hashes are compared before the commit."""
+"""Replicas that should be equal: each rank hashes what others hold too; the hashes are compared before the commit."""
 
 import msgspec
 import xxhash
 
-from milepost.comm import Comm, Phase, together
+from milepost.comm import Call, Comm, Meeting, meet
 from milepost.core.agreement import GroupPlan
 from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
-from milepost.data.memory import ready
+from milepost.core.wire import Wire
+from milepost.data.late import ready
 from milepost.state.tensors import LocalTensor, bytes_of
 
 _SHOWN = 50
 _AT_ONCE_BYTES = 16 * MIB
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_DETAILS = msgspec.msgpack.Decoder(dict[bytes, dict[str, bytes]])
+Digests = dict[bytes, dict[str, bytes]]
+"""For each group of holders, the digest of each key."""
+_COMPARING = Meeting("comparing replicas", Wire(Digests), Wire(str))
 
 
 class ReplicaCheck:
-    """One rank's part in the comparison. Only one small digest for each group of holders travels, unless they differ."""
+    """One rank's part in the comparison. One digest for each group of holders travels, more only if they differ."""
 
     def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
         self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
-        self._keys: dict[bytes, dict[str, bytes]] = {}
+        self._keys: Digests = {}
 
     def digests(self) -> dict[bytes, bytes]:
-        """For each group of ranks that hold the same as this one: a digest over all of it, in the same order on each."""
+        """For each group of ranks that hold the same as this one: a digest over all of it, in one order."""
         if not self._enabled or self._plan is None:
             return {}
         for tensor in self._plan.tensors:
@@ -49,10 +51,10 @@ class ReplicaCheck:
             name = tensor.key if held.box.shape == tensor.shape else f"{tensor.key}{held.box.text}"
             self._keys.setdefault(group, {})[name] = hasher.digest()
 
-    def explain(self, comm: Comm, phase: Phase, differing: set[bytes]) -> str:
+    def explain(self, comm: Comm, call: Call, differing: set[bytes]) -> str:
         """Which replicas differ, by key and ranks, as text on every rank."""
         mine = {group: keys for group, keys in self._keys.items() if group in differing}
-        return together(comm, phase, lambda: msgspec.msgpack.encode(mine), _name_differences).decode()
+        return meet(comm, call, _COMPARING, lambda: mine, _name_differences)
 
 
 def _group_id(holders: tuple[int, ...]) -> bytes:
@@ -68,8 +70,7 @@ def compare(digests: list[dict[bytes, bytes]]) -> list[bytes]:
     return [group for group, seen in versions.items() if len(seen) > 1]
 
 
-def _name_differences(packed: list[bytes]) -> bytes:
-    details = [_DETAILS.decode(data) for data in packed]
+def _name_differences(details: list[Digests]) -> str:
     seen: dict[tuple[bytes, str], dict[bytes, list[int]]] = {}
     for rank, groups in enumerate(details):
         for group, keys in groups.items():
@@ -81,4 +82,4 @@ def _name_differences(packed: list[bytes]) -> bytes:
         if len(versions) > 1
     ]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
-    return ("tensors that should be equal on their ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])).encode()
+    return "tensors that should be equal on their ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])

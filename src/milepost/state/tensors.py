@@ -1,4 +1,4 @@
-"""Tensors of every kind as layouts and local pieces: plain, DTensor, ShardedTensor, numpy arrays, long bytes, `Sharded`."""
+"""Tensors of every kind as layouts and local parts: plain, DTensor, ShardedTensor, numpy, long bytes, `Sharded`."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -47,7 +47,7 @@ class LocalTensor(msgspec.Struct, frozen=True, gc=False):
 
 
 class Sharers(NamedTuple):
-    """The ranks that hold the same boxes as this one, in the order of a process group through which they can send them."""
+    """The ranks that hold the same boxes as this one, in the order of a process group that can send them."""
 
     ranks: tuple[int, ...]
     name: str
@@ -57,9 +57,15 @@ class Sharers(NamedTuple):
 class Sharded:
     """A tensor of which this rank holds some boxes, for programs that cut tensors without DTensor.
 
-    `parts` maps the offset of each box in the whole tensor to the tensor that holds it; different ranks give different
-    boxes, and ranks that give the same box hold replicas of it. Together they must cover the tensor exactly once.
-    Loading writes into the same tensors.
+    `parts` maps the offset of each box in the whole tensor to the tensor that holds it. Ranks that give the same box
+    hold replicas of it. Together the ranks must cover the tensor exactly once. A load writes into the same tensors.
+    Raises InvalidRequest if the parts differ in dtype or leave the tensor. `dtype` is needed where there is no part.
+
+    >>> whole = torch.arange(12.0).view(4, 3)
+    >>> state = {"w": milepost.Sharded((4, 3), {(0, 0): whole[:2], (2, 0): whole[2:]})}
+    >>> _ = milepost.save(state, "memory://cut")
+    >>> milepost.open("memory://cut")["w"][3]
+    tensor([ 9., 10., 11.])
     """
 
     def __init__(self, shape: Shape, parts: Mapping[Shape, torch.Tensor], dtype: torch.dtype | None = None) -> None:
@@ -142,7 +148,7 @@ class Describer:
         return self._comm.group is not None
 
     def sharers(self, value: Any, local: LocalTensor) -> Sharers | None:
-        """Who holds the same as this rank and can be sent it; None where nobody does."""
+        """The ranks that hold the same as this one and can be sent it; None where there are none."""
         if self.is_alone(local) or not local.parts:
             return None
         group = self._comm.group
@@ -283,8 +289,8 @@ def check_data(local: LocalTensor, key: str) -> LocalTensor:
     for part in local.parts:
         if not _has_memory(part.data):
             raise InvalidState(
-                f"{key!r} has no data to save: it is on the meta device, or not real, or its memory was freed (as FSDP does "
-                "with parameters that it has not gathered)."
+                f"{key!r} has no data to save: it is on the meta device, or fake, or its memory was freed (as FSDP "
+                "does with parameters that it has not gathered)."
             )
     return local
 
@@ -316,7 +322,7 @@ def _has_memory(data: torch.Tensor) -> bool:
 def _lies_apart(data: torch.Tensor) -> bool:
     """Whether no two elements lie in one place: each dimension steps over all that the finer ones reach.
 
-    Where strides interlock otherwise, elements may be apart too; nobody makes such tensors, and they count as not.
+    Strides that interlock in other ways may keep elements apart too. Such tensors do not occur, and are refused.
     """
     if data.numel() == 0 or data.is_contiguous():
         return True
@@ -360,7 +366,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
-    """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not so much."""
+    """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not enough."""
     try:
         # By way of bytes: asking for complex32 directly makes torch warn.
         return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
@@ -381,7 +387,7 @@ def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
 
 
 def bytes_of(data: torch.Tensor, at_once_bytes: int) -> Iterator[memoryview]:
-    """The tensor's bytes in row-major order, at most `at_once_bytes` at a time; copied only if not contiguous on the CPU."""
+    """The tensor's bytes in row-major order, at most `at_once_bytes` at a time. Copies only what is not contiguous."""
     if data.numel() == 0:
         return
     if data.device.type == "cpu" and data.is_contiguous() and not data.is_conj() and not data.is_neg():

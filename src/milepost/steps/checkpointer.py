@@ -1,31 +1,31 @@
-"""The manager of steps: a checkpoint for each step under one root, the newest whole one restored, old ones removed.
+"""The manager of steps: saves one checkpoint for each step, restores the newest whole one, removes old ones.
 
-Every rank of the job makes the same calls. The coordinator decides what to restore and what to remove; all ranks do the same.
+Every rank of the job makes the same calls. The coordinator decides what to restore and what to remove.
 """
 
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
-
-import msgspec
 
 from milepost.api import load, save
 from milepost.background import Background, PendingSave, WhenBusy
 from milepost.background.async_saving import AsyncSaver
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Comm, Phase, Solo, together, told
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, Solo, broadcast, meet, together
 from milepost.comm.distributed import ranks_of
-from milepost.commit.publish import find, parse
+from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
+from milepost.core.wire import Wire
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.saving.pipeline import Receipt, refuse
-from milepost.steps.retention import METRICS, Rule, Shelf, checked_step
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import METRICS, Shelf, checked_step
 from milepost.store import Location, Store, store_at
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _LOAD = frozenset(inspect.signature(load).parameters) - _OWN
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 """The errors after which `restore` goes on to an older step."""
 _DAMAGES_SHOWN = 20
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_CHOSEN = msgspec.msgpack.Decoder(list[int])
+_CHOOSING = Announcement("choosing", Wire(list[int]))
+_REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 
 
 def _ranks_by(group: Any, timeout_s: float, coordinator: int, no_dist: bool) -> Callable[[], Comm]:
@@ -48,9 +48,9 @@ def _ranks_by(group: Any, timeout_s: float, coordinator: int, no_dist: bool) -> 
 
 
 class StorageCheckpointer:
-    """The same storage, planners and ranks for every save and load; each save replaces the one before.
+    """Saves and loads with the same storage, planners and ranks each time; a save replaces the one before.
 
-    Without a planner the default ones are used. `coordinator_rank`: the rank of the group that decides; `no_dist`: this
+    Without planners, the default ones are used. `coordinator_rank`: the rank of the group that decides. `no_dist`: this
     process alone.
     """
 
@@ -80,25 +80,32 @@ class StorageCheckpointer:
 
 
 class Checkpointer:
-    """The checkpoints of a run: one for each step, in `root/step-0000000100` and so on.
+    """The checkpoints of a run: one for each step, in the folders `path/step-0000000100` and so on.
 
-    `keep_last`: keep the newest so many steps. `keep_every`: also those that are a multiple of this. `keep_best`: also the
-    best so many by the metric called `best`, the smallest or, with `mode="max"`, the largest; steps without it, and NaN,
-    are never among them. A rule that is None keeps nothing by itself; the newest step is always kept; with no rule at all
-    everything is kept. "Newest" is the highest number.
+    `keep_last`: keep this many of the newest steps. `keep_every`: also keep the multiples of this number. `keep_best`:
+    also keep this many of the best steps by the metric named `best`: the smallest values, or with `mode="max"` the
+    largest. A step without the metric, or with NaN, is never among the best. The newest step is always kept. Without
+    any rule, all steps are kept. "Newest" means the highest number.
 
-    `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`; `coordinator_rank`: the
-    one of them that decides; `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
-    `background`, `stage`, `staging_bytes`, `when_busy`: how `async_save` works; see `AsyncSaver`.
-    Further options are those of `save` and `load` (`transfer`, `types`, `on_difference`, `convert_dtype`, ...), for every
-    call that has them.
+    `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`. `coordinator_rank`:
+    the rank that decides. `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
+    `background`, `stage`, `staging_bytes`, `when_busy`: how `async_save` works; see `AsyncSaver`. Further options are
+    those of `save` and `load` (`transfer`, `types`, `on_difference`, `convert_dtype`, ...), for every call that has
+    them. Raises InvalidRequest for a wrong option.
 
-    One job at a time saves to a root. Any number may read and restore from it meanwhile.
+    One job at a time saves to a path. Any number of jobs may read from it meanwhile.
+
+    >>> state = {"w": torch.zeros(2), "step": 0}
+    >>> with milepost.Checkpointer("memory://run", keep_last=2) as keeper:
+    ...     for step in (1, 2, 3):
+    ...         _ = keeper.save({**state, "step": step}, step)
+    ...     keeper.steps(), keeper.restore(state), state["step"]
+    ([2, 3], 3, 3)
     """
 
     def __init__(
         self,
-        root: Location,
+        path: Location,
         *,
         keep_last: int | None = None,
         keep_every: int | None = None,
@@ -120,7 +127,7 @@ class Checkpointer:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
         _check_options(options, (_SAVE | _LOAD) - {"planner"}, "every save and load")
         self._options = options
-        self._shelf = Shelf(store_at(root))
+        self._shelf = Shelf(store_at(path))
         self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
             background=background,
@@ -154,13 +161,12 @@ class Checkpointer:
     ) -> Receipt:
         """Save `state` as this step, on every rank, and then remove the steps that the rules do not keep.
 
-        Returns once it is committed and survives power loss. A step that is there already is replaced, atomically;
-        `overwrite=False` refuses that. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]` (the coordinator
-        rank's count; others may pass none). Further options are those of `milepost.save`.
+        Returns once the step is committed and survives power loss. An existing step is replaced atomically, or refused
+        with `overwrite=False`. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]`; those of the
+        coordinator count, and other ranks may pass none. Further options are those of `milepost.save`.
 
-        Old steps are removed by the coordinator, after it looked whether the newest one that remains is whole: nothing is
-        removed otherwise, and if that is the one just saved, CheckpointDamaged is raised. What cannot be removed is told
-        in the log, and the next save tries again.
+        Old steps are removed only if the newest step that remains looks whole. If that is the step just saved and it is
+        not whole, CheckpointDamaged is raised. A step that cannot be removed is logged, and the next save tries again.
         """
         self._check_open()
         _check_options(options, _SAVE, "a save")
@@ -191,9 +197,9 @@ class Checkpointer:
     ) -> PendingSave:
         """Save `state` as this step while training goes on, on every rank. Returns when the caller may go on.
 
-        The `result()` of what it gives is there when the step is committed and old ones are removed, as in `save`. See
-        `AsyncSaver` for how the state is copied, and for `optimizer`. If an earlier one failed and nobody asked, that is
-        raised here, by `save`, `wait` or `close`.
+        The returned save is done once the step is committed and old ones are removed, as in `save`. See `AsyncSaver`
+        for how the state is copied, and for `optimizer`. An error of an earlier save that was not asked for is raised
+        here, by `save`, `wait` or `close`.
         """
         self._check_open()
         _check_options(options, _SAVE | {"stage"}, "a save")
@@ -211,7 +217,7 @@ class Checkpointer:
         )
 
     def prewarm(self, state: Any) -> None:
-        """Make what `async_save` of such a state needs, so that the first one takes no longer than others. On every rank."""
+        """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""
         self._check_open()
         given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
         self._background().prewarm(state, **given)
@@ -223,9 +229,9 @@ class Checkpointer:
 
     def _retain(self, comm: Comm, step: int) -> None:
         # A meeting, so that all ranks see the same steps when the call returns.
-        together(comm, Phase("keeping steps of", self.url, "removing"), bytes, lambda _: self._remove_old(step))
+        meet(comm, Call("keeping steps of", self.url), _REMOVING, lambda: None, lambda _: self._remove_old(step))
 
-    def _remove_old(self, step: int) -> bytes:
+    def _remove_old(self, step: int) -> None:
         try:
             removed = self._shelf.retain(self._rule, step)
         except CheckpointDamaged:
@@ -235,7 +241,6 @@ class Checkpointer:
         else:
             for old in removed:
                 _log.info("removed %s", self._shelf.place(old).url)
-        return b""
 
     def restore(
         self,
@@ -246,16 +251,17 @@ class Checkpointer:
         verify_first: bool | None = None,
         **options: Any,
     ) -> int:
-        """Load the newest whole checkpoint into `state`, in place, on every rank, and give its step.
+        """Load the newest whole checkpoint into `state`, in place, on every rank, and return its step.
 
-        Checkpoints that are damaged are skipped, with a warning in the log that says why, also when that shows only
-        while loading; all ranks load the same step. Unfinished saves are not seen. With `step`, exactly that one is
-        loaded. If nothing was ever saved, `default` is given back, and without one CheckpointNotFound is raised. If
-        there are checkpoints and none is whole, CheckpointDamaged is raised, with the reasons, and the state may be partly
-        filled. All other errors, differences between state and checkpoint among them, are raised at once.
+        Damaged checkpoints are skipped, with a warning in the log that says why, also if the damage shows only while
+        loading. All ranks load the same step. Unfinished saves are not seen. With `step`, exactly that one is loaded.
 
-        `verify_first`: read and check every byte before the state is touched, shared out over the ranks. By default this
-        is done only with `allow_missing`, where a second attempt might not fill all that a failed one had filled.
+        If nothing was ever saved, `default` is returned; without a default, CheckpointNotFound is raised. If there are
+        checkpoints and none is whole, CheckpointDamaged is raised with the reasons, and the state may be partly filled.
+        All other errors are raised at once, StateMismatch among them.
+
+        `verify_first`: read and check every byte before the state is touched; the ranks share the work. The default is
+        True with `allow_missing`, where a second attempt might not fill all that a failed one had filled, else False.
         Further options are those of `milepost.load`.
         """
         self._check_open()
@@ -285,17 +291,17 @@ class Checkpointer:
                 return chosen
 
     def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str]) -> int | None:
-        """The coordinator's choice, on every rank: the newest that was not tried yet. Looked up anew each time: steps come and go."""
+        """The coordinator's choice, on every rank: the newest step that was not tried yet."""
 
-        def choose() -> bytes:
+        def choose() -> list[int]:
             there = self._shelf.steps()
             if step is not None and step not in there:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return msgspec.msgpack.encode(left[-1:])
+            return left[-1:]
 
-        chosen = _CHOSEN.decode(told(comm, Phase("restoring from", self.url, "choosing"), choose))
+        chosen = broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
         return chosen[0] if chosen else None
 
     def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
@@ -303,7 +309,7 @@ class Checkpointer:
             reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
             raise CheckpointDamaged(
                 f"no step at {self.url} is whole, and the state may be partly filled:\n  {reasons}\n"
-                "Restore these files from a backup, or start anew at another place."
+                "Restore these files from a backup, or start again at another place."
             )
         if default is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get that back instead")
@@ -312,27 +318,27 @@ class Checkpointer:
     def _load(self, comm: Comm, step: int, state: Any, options: Mapping[str, Any], *, verify_first: bool) -> None:
         place = self._shelf.place(step)
         if verify_first:
-            together(comm, Phase("restoring from", place.url, "verifying"), lambda: _verify(comm, place, options))
+            together(comm, Call("restoring from", place.url), "verifying", lambda: _verify(comm, place, options))
         load(state, place, process_group=comm, **options)
 
     def steps(self) -> list[int]:
-        """The steps that are committed, oldest first. Looks for itself: may be called on one rank alone."""
+        """The committed steps, oldest first. May be called on one rank alone."""
         self._check_open()
         return self._shelf.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Looks for itself; does not check whether it is whole."""
+        """The newest committed step, or None. Does not check whether it is whole. May be called on one rank alone."""
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric, or None if no step has it. Looks for itself."""
+        """The step with the best metric, or None if no step has it. May be called on one rank alone."""
         self._check_open()
         if self._rule.best is None:
             raise InvalidRequest('say which metric is meant: Checkpointer(..., best="loss", mode="min")')
         return next(iter(self._rule.ranked(self._shelf.scores(self._rule.best))), None)
 
     def open(self, step: int | None = None) -> Checkpoint:
-        """Open a step, the newest if none is given, to look inside. Looks for itself."""
+        """Open a step, by default the newest, to look inside. May be called on one rank alone."""
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
@@ -342,30 +348,29 @@ class Checkpointer:
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
 
-        For a run that goes back to an older step: what lies ahead would be the newest for ever. Raises CheckpointNotFound,
-        or CheckpointDamaged if its manifest cannot be read; delete such a folder by hand.
+        For a run that goes back to an older step: the later steps would stay the newest for ever. Raises
+        CheckpointNotFound, or CheckpointDamaged if its manifest cannot be read; delete such a folder by hand.
         """
         self._check_open()
         self._finish()
         place = self._shelf.place(step)
 
-        def remove(_: list[bytes]) -> bytes:
+        def remove(_: list[None]) -> None:
             self._shelf.finish()
             self._shelf.remove(step)
-            return b""
 
-        together(self._ranks(), Phase("removing", place.url, "removing"), bytes, remove)
+        meet(self._ranks(), Call("removing", place.url), _REMOVING, lambda: None, remove)
 
     def wait(self) -> None:
-        """Return once no save is under way. Raises what the last one in the background met, if nobody has asked."""
+        """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
         self._check_open()
         if self._saver is not None:
             self._saver.wait()
 
     def close(self) -> None:
-        """Wait, and let go of what is kept between saves. Later calls raise InvalidRequest. May be called twice.
+        """Wait for a save under way and free what is kept between saves. May be called twice; other calls then fail.
 
-        Raises what the last save in the background met, if nobody has asked.
+        Raises the error of the last save in the background, if it was not asked for.
         """
         self._closed = True
         self._plans = Plans()
@@ -386,7 +391,7 @@ class Checkpointer:
         self.close()
 
     def _finish(self) -> None:
-        """Let a save that is under way end. How it ended is raised elsewhere."""
+        """Wait for a save under way. Its error is raised elsewhere."""
         if self._saver is not None:
             self._saver.join()
 
@@ -431,7 +436,7 @@ def _allows_another(error: CheckpointError) -> bool:
     return kinds <= _ANOTHER
 
 
-def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
+def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
     manifest = parse(place.url, *find(place))
     transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
@@ -449,4 +454,3 @@ def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> bytes:
     if reasons:
         shown = "\n  ".join(reasons[:_DAMAGES_SHOWN])
         raise CheckpointDamaged(f"{len(reasons)} damaged blocks:\n  {shown}")
-    return b""

@@ -7,8 +7,8 @@ Each rank has a thread that looks at the job's board now and then. Once a rank i
 3. The coordinator chooses: one more than the latest of those steps. No rank has passed it, so all can still stop there.
 4. Every rank hears the choice. Those that wait go on; `reached` is True from that step on.
 
-What a rank waits for in 2 depends on the threads of the ranks alone, never on training. So ranks that are behind train on, up
-to that step, and a collective of theirs in which a waiting rank is needed is held up for a moment but never for good.
+What a rank waits for in step 2 depends on the threads of the ranks alone, never on training. So ranks that are behind
+train on up to that step. A collective that needs a waiting rank is delayed for a moment, but never blocked for good.
 """
 
 import contextlib
@@ -28,8 +28,9 @@ import msgspec
 from milepost.comm import Comm
 from milepost.comm.distributed import ranks_of
 from milepost.core.ranks import show_ranks
+from milepost.core.wire import Wire
 from milepost.errors import InvalidRequest, RanksMissing
-from milepost.steps.retention import checked_step
+from milepost.steps.shelf import checked_step
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -40,10 +41,10 @@ _LOOK_S = 0.5
 _LOOKS_PER_S = 2000
 """How many looks of all ranks together one store server is asked for: large jobs look less often."""
 _MARGIN_S = 2.0
-"""How much longer than the coordinator the others wait, so that its verdict reaches them first."""
+"""How much longer than the coordinator the others wait, so that its decision reaches them first."""
 _END_S = 10.0
 """How long `close` waits for the thread."""
-_SIGNALLED, _VERDICT = "signalled", "verdict"
+_SIGNALLED, _DECISION = "signalled", "decision"
 _SILENT = "did not report"
 _FAILED = "left the guard with an error"
 _BEFORE_ALL, _NEVER = -math.inf, math.inf
@@ -58,16 +59,24 @@ class Pending(Protocol):
 
 
 class PreemptionGuard:
-    """Notes SIGTERM, and finds a step at which all ranks can stop and save.
+    """Turns SIGTERM on any rank into one last save at the same step on all ranks.
 
-    Made in the main thread of every rank, after the process group: it takes the signals over at once and gives them back
-    when it is closed or its `with` block ends. A Python handler that was there before is called too; what a signal does by
-    default is not done. `signals=()` takes over none, for a rank that is to hear of the others' only.
+    Make it in the main thread of every rank, after the process group. It takes over the signals at once and gives them
+    back when it is closed or its `with` block ends. An earlier Python handler is called too; the default action of a
+    signal is not taken. `signals=()` takes over none: this rank then only hears of the others' signals.
 
     `grace_s`: how long the platform lets a process live after the signal. `timeout_s`: how long the ranks wait for each
-    other's report, half of the grace period at most; reports come within a second or so, however long a step takes.
-    `process_group`: the ranks that stop together, as for `milepost.save`. Their messages go through the job's store, never
-    through the process group.
+    other's report, at most half of the grace period. Reports arrive within about a second, however long a step takes.
+    `process_group`: the ranks that stop together, as for `milepost.save`. Their messages go through the job's store,
+    never through the process group.
+
+    >>> with milepost.PreemptionGuard(grace_s=60) as guard:
+    ...     for step in range(3):
+    ...         if guard.reached(step):
+    ...             _ = guard.save(lambda: milepost.save({"step": step}, "memory://last"))
+    ...             break
+    ...     step, guard.preempted
+    (2, False)
     """
 
     def __init__(
@@ -83,17 +92,17 @@ class PreemptionGuard:
         comm = ranks_of(process_group, timeout_s)
         self._grace_s = grace_s
         self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
-        self._lookout = _Lookout(comm.aside(), min(timeout_s, grace_s / 2))
+        self._lookout = _Lookout(comm.secondary(), min(timeout_s, grace_s / 2))
         self._handlers = _Handlers(signals, self._signalled)
         self._entered = self._closed = self._stopped = False
         self.error: Exception | None = None
-        """Why the last `save` or `finish` gave False; None where it was only late."""
+        """Why the last `save` or `finish` returned False; None if it was only late."""
         if not self._alone:
             self._lookout.start()
 
     @property
     def preempted(self) -> bool:
-        """Whether this rank was signalled, or has heard that another one was."""
+        """Whether this rank, or another one that it has heard of, was signalled."""
         return self._lookout.since is not None
 
     @property
@@ -122,8 +131,8 @@ class PreemptionGuard:
     def save(self, call: Callable[[], object]) -> bool:
         """Run `call`, which saves, and say whether it is committed within the grace period.
 
-        An Exception is logged, kept as `error`, and gives False. A call that takes too long is not stopped. If what it
-        gives back is a save under way, that is waited for, as by `finish`.
+        An Exception is logged, kept as `error`, and makes the result False. A call that takes too long is not stopped.
+        If `call` returns a save under way, that is waited for, as by `finish`.
         """
         self.error = None
         try:
@@ -239,15 +248,14 @@ class _StepReport(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _StopDecision(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator answers: the lowest step to stop at; or the ranks without which that makes no sense, and why."""
+    """What the coordinator answers: the lowest step to stop at; or the ranks that are missing for that, and why."""
 
     stop_from: int | float
     absent: dict[int, str] = {}
 
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_REPORTS = msgspec.msgpack.Decoder(_StepReport)
-_VERDICTS = msgspec.msgpack.Decoder(_StopDecision)
+_REPORTS = Wire(_StepReport)
+_DECISIONS = Wire(_StopDecision)
 
 
 def _judge(reports: Mapping[int, _StepReport | None]) -> _StopDecision:
@@ -292,7 +300,7 @@ class _Lookout:
             self._wake.put(None)
 
     def stops_at(self, step: int) -> bool:
-        """Whether all ranks stop at this step. Waits for the verdict where this rank has not reported to have passed it."""
+        """Whether all ranks stop at this step. Waits for the decision, unless this rank has passed the step already."""
         with self._changed:
             if self._calm:
                 if step < self._last:
@@ -313,7 +321,7 @@ class _Lookout:
             return self._stop_from is not None and step >= self._stop_from
 
     def end(self, failed: bool) -> None:
-        """Report to the others, for their sake, and end the thread. `failed`: this rank will not take part in a save."""
+        """Report to the others and end the thread. `failed`: this rank will not take part in a save."""
         self._failed = failed  # first: the thread reports it as soon as it sees that this rank ends
         self._ending = True
         if self._thread.is_alive():
@@ -335,9 +343,9 @@ class _Lookout:
         error: Exception | None = None
         try:
             self._watch()
-            verdict = self._agree()
-            stop_from = verdict.stop_from
-            error = RanksMissing(_missing(verdict.absent)) if verdict.absent and not self._ending else None
+            decision = self._agree()
+            stop_from = decision.stop_from
+            error = RanksMissing(_missing(decision.absent)) if decision.absent and not self._ending else None
         except Exception as met:  # noqa: BLE001  # raised by the next `stops_at`
             error = met
         with self._changed:
@@ -357,30 +365,30 @@ class _Lookout:
         if self.since is not None:
             self._comm.post(_SIGNALLED, b"")
         with self._changed:
-            self._calm = False  # from here on `stops_at` lets no later step pass before the verdict
+            self._calm = False  # from here on `stops_at` lets no later step pass before the decision
             report = _StepReport(self._last, self._failed)
-        self._comm.post(_report_of(self._comm.rank), msgspec.msgpack.encode(report))
+        self._comm.post(_report_of(self._comm.rank), _REPORTS.pack(report))
         return self._decide(report) if self._comm.rank == self._comm.coordinator else self._hear()
 
     def _decide(self, mine: _StepReport) -> _StopDecision:
-        """On the coordinator: hear all, choose, and post it. If it ends before, it says that nobody stops: nobody else chooses."""
+        """On the coordinator: hear all, choose, and post it. If it ends before that, it posts that no rank stops."""
         reports: dict[int, _StepReport | None] = dict.fromkeys(range(self._comm.size))
         reports[self._comm.rank] = mine
         while (silent := [r for r in reports if reports[r] is None]) and not self._ending and self._left_s(0.0):
             notes = self._comm.look([_report_of(rank) for rank in silent], min(self._pause_s, self._left_s(0.0)))
-            reports |= {r: _REPORTS.decode(note) for r, note in zip(silent, notes, strict=True) if note is not None}
+            reports |= {r: _REPORTS.unpack(note) for r, note in zip(silent, notes, strict=True) if note is not None}
         if silent and self._ending:
-            verdict = _StopDecision(_NEVER, {self._comm.rank: _FAILED} if self._failed else {})
+            decision = _StopDecision(_NEVER, {self._comm.rank: _FAILED} if self._failed else {})
         else:
-            verdict = _judge(reports)
-        self._comm.post(_VERDICT, msgspec.msgpack.encode(verdict))
-        return verdict
+            decision = _judge(reports)
+        self._comm.post(_DECISION, _DECISIONS.pack(decision))
+        return decision
 
     def _hear(self) -> _StopDecision:
         while not self._ending and (left_s := self._left_s(self._margin_s)):
-            note = self._comm.look([_VERDICT], min(self._pause_s, left_s))[0]
+            note = self._comm.look([_DECISION], min(self._pause_s, left_s))[0]
             if note is not None:
-                return _VERDICTS.decode(note)
+                return _DECISIONS.unpack(note)
         return _StopDecision(_NEVER, {} if self._ending else {self._comm.coordinator: "did not say where to stop"})
 
 

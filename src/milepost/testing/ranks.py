@@ -117,6 +117,6 @@ class TroubledComm:
         """The rank, counted here, of a rank of the whole job."""
         return self._inner.index_of(global_rank)
 
-    def aside(self) -> "TroubledComm":
+    def secondary(self) -> "TroubledComm":
         """The same ranks, with the same trouble, for calls that run beside others."""
-        return TroubledComm(self._inner.aside(), self._hooks)
+        return TroubledComm(self._inner.secondary(), self._hooks)

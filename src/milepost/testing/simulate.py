@@ -12,7 +12,8 @@ from functools import cached_property
 
 import msgspec
 
-from milepost.comm.together import Report, Verdict
+from milepost.comm.together import answer_bytes, note_bytes
+from milepost.commit.attempt import Aim
 from milepost.core.agreement import GroupPlan, Overview, Terms, group_of, make_plan, settle
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
@@ -103,8 +104,8 @@ class SimulatedSave:
         `steady`: in a later save with the same `Plans`. Values and error texts come on top.
         """
         others = self.world - 1
-        goal = (1, "00000001-0123456789abcdef", self.terms.id if steady else b"")
-        total = self.world * _told(msgspec.msgpack.encode(goal))
+        start = (Aim(1, "00000001-0123456789abcdef"), self.terms.id if steady else b"")
+        total = self.world * _told(msgspec.msgpack.encode(start))
         if not steady:
             terms = msgspec.json.encode(self.terms)
             total += others * 2 * _said(bytes(16)) + self.world * _told(terms)
@@ -126,12 +127,12 @@ class SimulatedSave:
 
 def _said(payload: bytes) -> int:
     """The size of a rank's note to the coordinator: where it is, and its report."""
-    return 6 + len(msgspec.msgpack.encode(Report(payload)))
+    return 6 + note_bytes(payload)
 
 
 def _told(decision: bytes) -> int:
     """The size of the coordinator's note to all: a sign, where it is, and its verdict."""
-    return 7 + len(msgspec.msgpack.encode(Verdict(decision)))
+    return 7 + answer_bytes(decision)
 
 
 def simulate_save(world: int, tensors: Rows | Mapping[str, Rows]) -> SimulatedSave:

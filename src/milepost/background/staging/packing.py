@@ -8,7 +8,7 @@ import torch
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES
-from milepost.data.memory import ready
+from milepost.data.late import ready
 from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described
 from milepost.state.tensors import LocalTensor, Part, size_bytes, torch_dtype

@@ -9,7 +9,7 @@ from typing import Any
 from milepost.comm import TIMEOUT_S, Comm, Phase, told
 from milepost.comm.base import Solo
 from milepost.comm.distributed import ranks_of
-from milepost.commit.publish import parse, read_manifest
+from milepost.commit.find import parse, read_manifest
 from milepost.core.agreement import Plans
 from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.errors import CheckpointError, CheckpointNotFound, RanksDisagree

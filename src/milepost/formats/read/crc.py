@@ -4,10 +4,9 @@ import threading
 import zlib
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
-_POLYNOMIAL = 0xEDB88320
+from milepost.core.crc import combine
 
 
 class RangeSum(NamedTuple):
@@ -100,33 +99,3 @@ class Cursor:
             if self._at == len(view):
                 self._i, self._at = self._i + 1, 0
         return found
-
-
-def combine(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes, one behind the other, from those of each (as zlib's `crc32_combine`)."""
-    return _apply(_zeros(second_bytes), first) ^ second
-
-
-@lru_cache(maxsize=1024)
-def _zeros(count: int) -> tuple[int, ...]:
-    """The matrix over GF(2) that `count` zero bytes are to a sum."""
-    result = tuple(1 << i for i in range(32))
-    power = tuple(_POLYNOMIAL if i == 0 else 1 << (i - 1) for i in range(32))  # one zero bit
-    bits = 8 * count
-    while bits:
-        if bits & 1:
-            result = tuple(_apply(power, row) for row in result)
-        power = tuple(_apply(power, row) for row in power)
-        bits >>= 1
-    return result
-
-
-def _apply(matrix: tuple[int, ...], vector: int) -> int:
-    total = 0
-    for row in matrix:
-        if vector & 1:
-            total ^= row
-        vector >>= 1
-        if not vector:
-            break
-    return total

@@ -11,45 +11,10 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from milepost.core.box import Box, boxes_of_run
-from milepost.core.dtypes import DTYPES
-from milepost.data.memory import Block, address_of, as_bits, copy_bytes, needs_pinned
+from milepost.data.late import BlockFill, LateBox
+from milepost.data.memory import Block, needs_pinned
 from milepost.data.transfer import Meter, Transfer, run_all
-from milepost.state.tensors import torch_dtype
 from milepost.store import Writer
-
-_THROUGH_THE_CACHE = 2
-"""So many write to the page cache at once: one file has one lock there, and more threads only spin on it."""
-
-
-class Wanted(NamedTuple):
-    """A box of a saved tensor, and the memory that it goes to."""
-
-    key: str
-    box: Box
-    target: torch.Tensor
-
-
-class LateReader(Protocol):
-    """Where the elements of late tensors come from. Used by several threads at once."""
-
-    def read(self, wanted: list[Wanted]) -> None:
-        """Fill all targets. Raises CheckpointDamaged where the source is not what was saved."""
-
-
-class LateBox(NamedTuple):
-    """A box of a saved tensor that is read when it is written."""
-
-    reader: LateReader
-    key: str
-    dtype: str
-    box: Box
-
-    @property
-    def size_bytes(self) -> int:
-        """How many bytes it holds."""
-        return self.box.elements * DTYPES[self.dtype].size_bytes
-
 
 Data = bytes | torch.Tensor | LateBox
 
@@ -113,8 +78,7 @@ class Content:
 
     def fill(self, start: int, stop: int, block: Block) -> list[tuple[FilePiece, int, memoryview]]:
         """Bring bytes start..stop together at the beginning of a block. Gives (piece, low, bytes) of each tensor there."""
-        late: dict[LateReader, list[Wanted]] = {}
-        tensors = []
+        fill, tensors = BlockFill(block), []
         for piece in self.between(start, stop):
             low, high = max(start - piece.start, 0), min(stop - piece.start, piece.size_bytes)
             at = piece.start + low - start
@@ -122,41 +86,9 @@ class Content:
                 block.view[at : at + high - low] = piece.data[low:high]
                 continue
             tensors.append((piece, low, block.view[at : at + high - low]))
-            if isinstance(piece.data, LateBox):
-                late.setdefault(piece.data.reader, []).extend(_wanted(piece.data, low, high, block, at))
-            else:
-                copy_run(piece.data, low, high, block, at)
-        for reader, wanted in late.items():
-            reader.read(wanted)
+            fill.add(piece.data, low, high, at)
+        fill.finish()
         return tensors
-
-
-def _wanted(late: LateBox, low: int, high: int, block: Block, at: int) -> list[Wanted]:
-    """The boxes that bytes low..high of a late tensor form, with the part of the block that each goes to."""
-    size = DTYPES[late.dtype].size_bytes
-    room, position = block.as_type(torch_dtype(late.dtype)), at // size
-    found = []
-    for box in boxes_of_run(late.box.shape, low // size, high // size):
-        moved = Box(tuple(a + b for a, b in zip(box.offset, late.box.offset, strict=True)), box.shape)
-        found.append(Wanted(late.key, moved, room[position : position + box.elements].view(box.shape)))
-        position += box.elements
-    return found
-
-
-def copy_run(data: torch.Tensor, low: int, high: int, block: Block, at: int) -> None:
-    """Copy bytes low..high of a tensor, in row-major order, to `at` of a block. Elements are not cut."""
-    address = address_of(data)
-    if address:
-        copy_bytes(block.address + at, address + low, high - low)
-        return
-    size = data.element_size()
-    for box in boxes_of_run(tuple(data.shape), low // size, high // size):
-        part = data[box.slices]
-        if not part.is_conj() and not part.is_neg():  # else torch works it out while it copies
-            part = as_bits(part)
-        room = block.as_type(part.dtype)[at // size : at // size + box.elements]
-        room.view(box.shape).copy_(part)
-        at += box.elements * size
 
 
 def _sum_up(
@@ -190,12 +122,8 @@ def write_range(
     stop: int,
     transfer: Transfer,
     meter: Meter,
-    seen: Callable[[int, memoryview], None] | None = None,
 ) -> list[PieceSum]:
-    """Write bytes start..stop of a file, in blocks. Gives the sums that could not be put into their place by then.
-
-    `seen` is called with each block and its position before it is written, from any thread.
-    """
+    """Write bytes start..stop of a file, in blocks. Gives the sums that could not be put into their place by then."""
     sums: list[PieceSum] = []
     pieces = content.between(start, stop)
     pinned = needs_pinned([piece.data for piece in pieces if isinstance(piece.data, torch.Tensor)])
@@ -209,15 +137,11 @@ def write_range(
             if content.archives:
                 sums.extend(_sum_up(content, position, end, block, tensors))
             view = block.view[: end - position]
-            if seen is not None:
-                seen(position, view)
             writer.write(position, [view])
             meter.add(len(view))
 
         return write
 
-    threads = transfer.threads_for(stop - start, len(pieces), transfer.block_bytes)
-    if not writer.aligned:
-        threads = min(threads, _THROUGH_THE_CACHE)
+    threads = transfer.threads_to_write(stop - start, len(pieces), cached=not writer.aligned)
     run_all(iter(range(start, stop, transfer.block_bytes)), make_worker, threads, meter)
     return sums

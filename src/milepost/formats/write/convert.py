@@ -21,14 +21,15 @@ from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import FORMAT, Value
 from milepost.core.table import TensorRow
 from milepost.core.tree import LEAVES, Node, build, grow
+from milepost.data.late import LateBox
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, InvalidRequest
-from milepost.formats.write.content import Content, FilePiece, LateBox
+from milepost.formats.write.content import Content, FilePiece
 from milepost.formats.write.dcp import dcp_plan
-from milepost.formats.write.files import Attempt, FolderPlan, write_together
+from milepost.formats.write.files import FolderPlan, NewFolder, write_together
 from milepost.formats.write.huggingface import INDEX, HfLayout, HfTensor, hf_layout, owns
-from milepost.formats.write.milepost import Contents, write_milepost
+from milepost.formats.write.milepost import SourceContents, write_milepost
 from milepost.formats.write.source import FilesReader
 from milepost.formats.write.torchfile import TensorStub, plain_value, refuse_unreadable, torch_plan
 from milepost.state.values import Codec
@@ -97,7 +98,7 @@ def convert(
             write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
         else:
             root, plan = _foreign(opened, to, local_folder(store, to), comm.size, max_shard_bytes, drop_values)
-            write_together(Attempt(root, comm, limited, overwrite), plan, meter)
+            write_together(NewFolder(root, comm, limited, overwrite), plan, meter)
     finally:
         opened.close()
     tensors = opened.chosen.tensors
@@ -157,7 +158,7 @@ class _Origin:
             self._chosen = _Chosen(checkpoint, store_at(self._where), codec, self._rename, self._transfer)
         return self._chosen
 
-    def contents(self) -> Contents:
+    def contents(self) -> SourceContents:
         """For Milepost's own format."""
         return self.chosen.contents()
 
@@ -193,13 +194,13 @@ class _Chosen:
         self.nodes, self.names = choose(checkpoint.manifest.tree, rename, codec)
         kinds = {tensor.key: tensor.kind for tensor in checkpoint.manifest.tensors}
         self.tensors = [
-            _Leaf(node.key, old, lazy[old].dtype, lazy[old].shape, lazy[old].size_bytes, kinds.get(old, "tensor"))
+            _Leaf(node.key, old, lazy[old].dtype_name, lazy[old].shape, lazy[old].size_bytes, kinds.get(old, "tensor"))
             for node in self.nodes
             if node.kind == "tensor"
             for old in [self.names[node.key]]
         ]
 
-    def contents(self) -> Contents:
+    def contents(self) -> SourceContents:
         """For Milepost's own format."""
         private = [node.key for node in self.nodes if node.kind == "per_rank"]
         if private:
@@ -216,7 +217,7 @@ class _Chosen:
                 values.append(Value(node.key, spelled))
         rows = [TensorRow(t.key, t.dtype, t.shape, t.kind, None) for t in self.tensors]  # type: ignore[arg-type]
         metadata = self._codec.encode(self.checkpoint.metadata, "metadata")
-        return Contents(tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata)
+        return SourceContents(tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata)
 
     def torch_state(self) -> Any:
         """For torch.save: containers and values that torch.load reads without running anything."""

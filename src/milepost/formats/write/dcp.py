@@ -24,8 +24,10 @@ from torch.distributed.checkpoint.metadata import (
 
 from milepost.core.box import Box
 from milepost.core.limits import MIB
+from milepost.data.late import LateBox
 from milepost.data.transfer import Meter, Transfer
-from milepost.formats.write.content import Content, FilePiece, LateBox, write_range
+from milepost.data.write import committed
+from milepost.formats.write.content import Content, FilePiece, write_range
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.torchfile import TensorStub, archive_of
 from milepost.formats.write.zip import ArchiveLayout, endings
@@ -70,16 +72,11 @@ class DcpFile:
     def write(self, store: Store, transfer: Transfer | None = None, meter: Meter | None = None) -> None:
         """Write the file into a store. On any error nothing of it remains."""
         transfer, meter = transfer or Transfer(), meter or Meter("save", store.url)
-        writer = store.writer(self.name, self._end, direct=transfer.direct)
-        try:
+        with committed(store.writer(self.name, self._end, direct=transfer.direct)) as writer:
             content = self.content
             sums = write_range(writer, content, 0, self._end, transfer, meter)
             for at, data in endings(content, sums):
                 writer.write(at, [data])
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
 
 def bytes_of_value(value: Any) -> bytes:

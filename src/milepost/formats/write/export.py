@@ -6,16 +6,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from milepost.comm import TIMEOUT_S, Comm, told
+from milepost.comm import TIMEOUT_S, Announcement, Comm, broadcast, defer
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
 from milepost.core.tree import Node
-from milepost.data.memory import Block, needs_pinned
+from milepost.core.wire import Wire
+from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import copy_run
 from milepost.formats.write.convert import (
     MAX_SHARD_BYTES,
     Converted,
@@ -26,7 +26,7 @@ from milepost.formats.write.convert import (
     plan_of,
     within,
 )
-from milepost.formats.write.files import Attempt, FolderPlan, NewFiles
+from milepost.formats.write.files import FolderPlan, NewFiles, NewFolder
 from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
@@ -39,9 +39,6 @@ from milepost.store.local import LocalWriter
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-_THREADS = 2
-"""They write through the page cache, because ranges of ranks do not end where pages do."""
-
 
 class _ExportTerms(msgspec.Struct, frozen=True):
     """What the coordinator tells: all tensors under their new keys, the old key of each, and the notes of the header."""
@@ -51,7 +48,7 @@ class _ExportTerms(msgspec.Struct, frozen=True):
     notes: dict[str, str]
 
 
-_TERMS = msgspec.msgpack.Decoder(_ExportTerms)
+_NAMING = Announcement("naming the tensors", Wire(_ExportTerms))
 
 
 class _SlabWrite(NamedTuple):
@@ -86,19 +83,19 @@ def export_safetensors(
     """
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
     store = store_at(target)
-    attempt = Attempt(local_folder(store, "safetensors"), comm, limited, overwrite)
+    attempt = NewFolder(local_folder(store, "safetensors"), comm, limited, overwrite)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-    described, trouble = _described(state, comm)
     plans = Plans()
-    agreed = agree(comm, attempt.phase, described, trouble, plans, True)
-    assert described is not None
+    deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
+    agreed = agree(comm, attempt.call, deferred, plans, True)
+    described = deferred.get()
 
-    def settle() -> bytes:
+    def name_tensors() -> _ExportTerms:
         everything = plans.overview(agreed.id)
         assert everything is not None
-        return msgspec.msgpack.encode(_terms(everything.tree, everything.tensors, described, rename, drop_values))
+        return _terms(everything.tree, everything.tensors, described, rename, drop_values)
 
-    terms = _TERMS.decode(told(comm, attempt.phase("naming the tensors"), settle))
+    terms = broadcast(comm, attempt.call, _NAMING, name_tensors)
     layout = hf_layout([HfTensor(*t) for t in terms.tensors], terms.notes, max_shard_bytes)
     names = {old: new for new, old in terms.old.items()}
     slabs = [
@@ -124,16 +121,6 @@ def export_safetensors(
     meter.finish()
     total = sum(HfTensor(*tensor).size_bytes for tensor in terms.tensors)
     return Converted(store.url, "safetensors", len(terms.tensors), total)
-
-
-def _described(state: Any, comm: Comm) -> tuple[Described | None, Exception | None]:
-    """What this rank holds. A failure is kept for the next meeting, where all ranks hear of it."""
-    try:
-        return describe(state, comm, Codec(), {}), None
-    except Exception as error:
-        if comm.size == 1:
-            raise
-        return None, error
 
 
 def _terms(
@@ -189,8 +176,7 @@ def _write_file(
 
         return write
 
-    threads = min(_THREADS, transfer.threads_for(total, len(mine), block_bytes))
-    run_all(jobs(), make_worker, threads, meter)
+    run_all(jobs(), make_worker, transfer.threads_to_write(total, len(mine), cached=True), meter)
 
 
 def runs_of(box: Box, shape: Shape) -> Iterator[tuple[int, int, int]]:

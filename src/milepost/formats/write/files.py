@@ -18,9 +18,10 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from milepost.comm import Comm, Phase, together
+from milepost.comm import Call, Comm, together
 from milepost.core.limits import MIB
 from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
 from milepost.formats.write.content import Content, PieceSum, write_range
 from milepost.formats.write.zip import endings
@@ -89,12 +90,8 @@ class NewFiles:
                 errno=error.errno,
             ) from error
         writer = LocalWriter(path, handle, self.folder, size_bytes, self._transfer.direct if direct is None else direct)
-        try:
+        with committed(writer):
             yield writer
-            writer.commit()
-        except BaseException:
-            writer.abort()
-            raise
 
     def small(self, name: str, data: bytes) -> None:
         """On the coordinator: write a whole small file under its temporary name."""
@@ -150,16 +147,17 @@ def refuse_existing(where: str, old: set[str], overwrite: bool) -> None:
         raise InvalidRequest(f"there is something at {where} already ({shown}); pass overwrite=True to replace it")
 
 
-class Attempt:
+class NewFolder:
     """One conversion into a folder, on one rank: meets the others, and cleans up after an error."""
 
     def __init__(self, folder: Path, comm: Comm, transfer: Transfer, overwrite: bool) -> None:
         self.folder, self.comm, self.transfer, self.overwrite = folder, comm, transfer, overwrite
         self._made = not folder.exists()
 
-    def phase(self, step: str) -> Phase:
-        """A step of this call."""
-        return Phase("converting to", str(self.folder), step)
+    @property
+    def call(self) -> Call:
+        """The call that the ranks make together."""
+        return Call("converting to", str(self.folder))
 
     def run(
         self, plan: Callable[[], FolderPlan], work: Callable[[NewFiles, FolderPlan], bytes], finish: "Finish"
@@ -179,12 +177,12 @@ class Attempt:
                 )
             return self._reserve(planned[0])
 
-        token = together(self.comm, self.phase("planning"), describe, reserve).decode()
+        token = together(self.comm, self.call.at("planning"), describe, reserve).decode()
         files = NewFiles(self.folder, token, self.transfer)
         try:
             together(
                 self.comm,
-                self.phase("writing"),
+                self.call.at("writing"),
                 lambda: work(files, planned[0]),
                 lambda packed: self._finish(files, planned[0], finish, packed),
             )
@@ -226,7 +224,7 @@ class Attempt:
 Finish = Callable[[NewFiles, FolderPlan, list[bytes]], None]
 
 
-def write_together(attempt: Attempt, plan: Callable[[], FolderPlan], meter: Meter) -> None:
+def write_together(attempt: NewFolder, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 

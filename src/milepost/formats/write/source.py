@@ -9,11 +9,11 @@ from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import FORMAT
+from milepost.data.late import Wanted
 from milepost.data.memory import as_bits
 from milepost.data.place import place_all, placement_of
 from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Transfer
-from milepost.formats.write.content import Wanted
 from milepost.state.tensors import new_tensor
 
 

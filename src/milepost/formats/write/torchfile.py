@@ -11,8 +11,9 @@ import torch
 from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES
 from milepost.core.tree import is_namedtuple
+from milepost.data.late import LateBox, LateReader
 from milepost.errors import InvalidRequest
-from milepost.formats.write.content import Content, Data, LateBox, LateReader
+from milepost.formats.write.content import Content, Data
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.zip import ArchiveLayout
 from milepost.state.tensors import check_plain, dtype_name, from_numpy, torch_dtype

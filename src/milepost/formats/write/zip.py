@@ -9,11 +9,11 @@ import struct
 import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
 from typing import NamedTuple
 
 import xxhash
 
+from milepost.core.crc import combine
 from milepost.core.limits import MAX_ENTRIES
 from milepost.errors import InvalidRequest
 from milepost.formats.write.content import Content, Data, FilePiece, PieceSum, Summed, bytes_in
@@ -22,7 +22,6 @@ _ALIGN = 64
 _BIG = 0xFFFFFFFF
 _MANY = 0xFFFF
 _SUMMED, _UTF8 = 0x0008, 0x0800
-_POLYNOMIAL = 0xEDB88320
 
 
 class ArchiveRecord(NamedTuple):
@@ -177,37 +176,9 @@ def endings(content: Content, sums: Iterable[PieceSum]) -> Iterator[tuple[int, b
     for part in sorted(sums):
         crcs = found.setdefault(content.archive_of(part.start), {})
         first = crcs.get(part.start)
-        crcs[part.start] = part.crc if first is None else crc_of_both(first, part.crc, part.length)
+        crcs[part.start] = part.crc if first is None else combine(first, part.crc, part.length)
         if part.closed:
             closed.add(part.start)
     for archive, crcs in found.items():
         yield from (archive.descriptor(start, crc) for start, crc in crcs.items() if start not in closed)
         yield archive.directory(crcs)
-
-
-def crc_of_both(first: int, second: int, second_bytes: int) -> int:
-    """The CRC-32 of two runs of bytes, one behind the other, from the CRC of each (as zlib's `crc32_combine`)."""
-    return _times(_power(second_bytes), first) ^ second
-
-
-def _times(a: int, b: int) -> int:
-    """The product of two polynomials over GF(2), modulo that of CRC-32, with bits in reverse."""
-    product, bit = 0, 1 << 31
-    while bit:
-        if a & bit:
-            product ^= b
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-        bit >>= 1
-    return product
-
-
-@lru_cache(maxsize=1024)
-def _power(length: int) -> int:
-    """The power of x to eight times `length`, modulo the polynomial."""
-    result, square, exponent = 1 << 31, 1 << 30, 8 * length
-    while exponent:
-        if exponent & 1:
-            result = _times(square, result)
-        square = _times(square, square)
-        exponent >>= 1
-    return result

@@ -1,0 +1,150 @@
+"""One attempt to commit a checkpoint: aim, write, publish; keep or discard the data. Every writer goes through here.
+
+A save aims at the generation after the newest, writes its data under a name of its own, and then creates that
+generation's manifest if it is absent. If the attempt fails, each rank removes what it wrote, but only where no manifest
+can name it any more. Otherwise the data stays, and a later save sweeps it.
+"""
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, NamedTuple
+
+from milepost.commit.find import REMOVED, generations, newest_generation
+from milepost.commit.publish import conflict, publish, sweep
+from milepost.core.layout import Layout
+from milepost.core.manifest import (
+    PerRankValue,
+    ShardFile,
+    Tensor,
+    Value,
+    generation_of,
+    make_save_id,
+    new_manifest,
+    shard_name,
+)
+from milepost.core.tree import Node
+from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import EntryToWrite, Written, write_shard
+from milepost.errors import CheckpointError, InvalidRequest, NotDurable, RanksDisagree, SaveConflict, StorageError
+from milepost.store import Store
+from milepost.store.base import CLAIM
+from milepost.version import __version__
+
+_log = logging.getLogger("milepost")
+MAX_GENERATION = 99_999_999
+
+
+class Aim(NamedTuple):
+    """What an attempt aims at: a generation, and the id under which its data is stored."""
+
+    generation: int
+    save_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds: the part of a manifest that does not say who wrote it and when."""
+
+    metadata: Any
+    layouts: tuple[Layout, ...]
+    tensors: tuple[Tensor, ...]
+    tree: tuple[Node, ...]
+    values: tuple[Value, ...]
+    per_rank: tuple[PerRankValue, ...]
+    files: tuple[ShardFile, ...]
+
+
+def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
+    """What the next attempt at this store aims at. Raises InvalidRequest if it may not replace what is there.
+
+    Numbers that were only claimed, and those that are being removed, are passed over.
+    """
+    if not overwrite and generations(store):
+        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
+    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
+    newest = max((number for number in found if number is not None), default=0)
+    if newest >= MAX_GENERATION:
+        raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
+    return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))
+
+
+@dataclass(frozen=True, slots=True)
+class Attempt:
+    """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator commits."""
+
+    store: Store
+    aim: Aim
+    rank: int
+    world: int
+
+    def write(
+        self,
+        entries: list[EntryToWrite],
+        transfer: Transfer,
+        meter: Meter,
+        released: Callable[[], None] = lambda: None,
+    ) -> Written:
+        """Write this rank's shard file and make it durable; see `write_shard`. Raises SaveConflict or StorageError."""
+        try:
+            return write_shard(self.store, self.aim.save_id, self.rank, entries, transfer, meter, released)
+        except FileNotFoundError as error:
+            # A job that committed this generation first may have swept our files away.
+            if newest_generation(self.store) >= self.aim.generation:
+                raise conflict(self.store, self.aim.generation) from error
+            raise self._cannot_write(error, ". Was it removed, renamed or unmounted meanwhile?") from error
+        except OSError as error:
+            if isinstance(error, CheckpointError):
+                raise
+            raise self._cannot_write(error) from error
+
+    def _cannot_write(self, error: OSError, hint: str = "") -> StorageError:
+        return StorageError(f"cannot write to {self.store.url}: {error}{hint}", errno=error.errno)
+
+    def commit(self, contents: Contents) -> None:
+        """On the coordinator, when all ranks have written: make the checkpoint exist, and sweep what it replaces."""
+        manifest = new_manifest(
+            *self.aim,
+            datetime.now(UTC).isoformat(timespec="seconds"),
+            f"milepost {__version__}",
+            self.world,
+            metadata=contents.metadata,
+            layouts=contents.layouts,
+            tensors=contents.tensors,
+            tree=contents.tree,
+            values=contents.values,
+            per_rank=contents.per_rank,
+            files=contents.files,
+        )
+        publish(self.store, manifest)
+        sweep(self.store, manifest)
+
+    def fail(self, error: BaseException) -> None:
+        """After an error: remove what this rank wrote, unless a manifest may name it. Never raises."""
+        if self._is_dead(error):
+            self.discard()
+
+    def _is_dead(self, error: BaseException) -> bool:
+        """Whether the commit can no longer happen after this error."""
+        if isinstance(error, (SaveConflict, RanksDisagree)):
+            return True
+        failures = getattr(error, "failures", {})
+        if self.world > 1 and not failures:
+            return False  # the coordinator did not answer; it may still commit
+        if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
+            return False  # a power cut may bring the manifest back
+        try:
+            return self.aim.generation not in generations(self.store)
+        except (OSError, CheckpointError):
+            return False
+
+    def discard(self) -> None:
+        """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""
+        try:
+            self.store.delete(shard_name(self.aim.save_id, self.rank))
+        except (OSError, CheckpointError) as error:
+            _log.warning(
+                "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error
+            )

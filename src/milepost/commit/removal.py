@@ -1,0 +1,89 @@
+"""Removing a checkpoint: it ceases to exist in one step, and then its data goes.
+
+A removal has this order:
+
+    1. what older saves left is swept, so that nothing older becomes visible in step 3
+    2. a marker, `manifest-<generation>.json.removed`, is created: it holds the id of the save that is removed
+    3. that save's manifest is deleted: from here on there is no checkpoint
+    4. once that is durable, that save's data is deleted
+    5. the marker is deleted
+
+So after a power cut, too, a checkpoint that has a manifest has its data: the marker and what was swept are durable
+before step 3 (creating the marker syncs the folder), and the end of the manifest before step 4. What comes later needs
+no sync.
+
+A removal that was cut short left its marker, and the next removal finishes it. A folder without manifest and without
+marker is a save under way, or one that died, and is never touched. A marker names one save id, which no other save ever
+has, so a save that runs in the same folder loses nothing; and `take_aim` passes marked generations over.
+"""
+
+import logging
+from collections.abc import Iterable
+from contextlib import suppress
+
+from milepost.commit.find import REMOVED, find, generations, parse, read_manifest
+from milepost.commit.publish import sweep
+from milepost.core.manifest import generation_of, intended_generation, manifest_name
+from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
+from milepost.store import Store
+
+_log = logging.getLogger("milepost")
+_MAX_MARKER_BYTES = 100
+
+
+def remove_checkpoint(place: Store) -> None:
+    """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use."""
+    generation, data = find(place)
+    manifest = parse(place.url, generation, data)
+    sweep(place, manifest)
+    if generations(place) != [generation]:
+        raise StorageError(f"{place.url} is being saved to, or older manifests there cannot be deleted; it stays")
+    marker = manifest_name(generation) + REMOVED
+    with suppress(AlreadyExists):  # another job removes it too
+        place.create(marker, manifest.save_id.encode())
+    finish_removal(place, [marker])
+
+
+def finish_removal(place: Store, markers: Iterable[str]) -> None:
+    """Finish the removals that these markers stand for. May run twice, and in two jobs at once."""
+    for marker in markers:
+        generation = generation_of(marker.removesuffix(REMOVED))
+        save_id = _marked(place, marker)
+        if generation is None or save_id is None:
+            continue
+        if intended_generation(save_id) != generation:
+            _log.warning("%s/%s is not a marker of Milepost, and is ignored", place.url, marker)
+            continue
+        # Durably: a power cut that brought back a manifest without its data would leave a step that is listed and
+        # cannot be loaded. Also if the manifest is gone already: the process that deleted it may have died before the
+        # sync. Then an unused name is deleted, for its sync.
+        belongs = _belongs(place, generation, save_id)
+        place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
+        for name in [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")]:
+            place.delete(name)
+        place.delete(marker)
+
+
+def _marked(place: Store, marker: str) -> str | None:
+    """The save id in a marker, or None if there is no marker any more."""
+    try:
+        reader = place.reader(marker)
+    except FileNotFoundError:
+        return None
+    try:
+        buffer = bytearray(min(reader.size_bytes, _MAX_MARKER_BYTES))
+        reader.read(0, [memoryview(buffer)])
+        return buffer.decode("ascii", "replace")
+    finally:
+        reader.close()
+
+
+def _belongs(place: Store, generation: int, save_id: str) -> bool:
+    """Whether the manifest of this generation is that of this save. A damaged one is: the marker came first."""
+    data = read_manifest(place, generation)
+    if data is None:
+        return False
+    try:
+        return parse(place.url, generation, data).save_id == save_id
+    except CheckpointDamaged:
+        return True

@@ -1,0 +1,126 @@
+"""What a load writes into. Each stage hands the next one a new record: `Match`, then `Target`."""
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from milepost.core.box import Box
+from milepost.core.division import read_plan
+from milepost.core.manifest import Manifest, Tensor
+from milepost.core.tree import Flat, Path
+from milepost.data.place import Placement, placement_of
+from milepost.loading.report import RankMatch
+from milepost.loading.share_reads import SharedPart
+from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_tensor
+
+BYTES_TYPES = {"bytes": bytes, "bytearray": bytearray}
+"""The types of long values that are stored like tensors."""
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """A rank's state, matched with a checkpoint. Nothing is read or allocated yet.
+
+    `opened`: the state dicts that stand for stateful objects, by path. `saved` maps the state's keys to those of the
+    checkpoint, which may be spelled otherwise. `placements`: the reads into memory that exists. `without_memory`: the
+    keys of tensors that have no memory to read into yet.
+    """
+
+    manifest: Manifest
+    flat: Flat
+    opened: Mapping[Path, Any]
+    report: RankMatch
+    saved: Mapping[str, str]
+    placements: tuple[Placement, ...]
+    without_memory: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads."""
+
+    match: Match
+    placements: tuple[Placement, ...]
+    made: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LongBytes:
+    """Bytes that are being read like a tensor."""
+
+    kind: str
+    buffer: torch.Tensor
+
+    def finish(self) -> bytes | bytearray:
+        """The bytes, as the type that was saved."""
+        data: bytes = self.buffer.numpy().tobytes()
+        return data if self.kind == "bytes" else bytearray(data)
+
+
+def allocate(match: Match, describer: Describer, device: torch.device | str | None) -> Target:
+    """Give memory to what has none (tensors on the meta device, some arrays, long bytes), and plan its reads."""
+    tensors = {t.key: t for t in match.manifest.tensors}
+    placements = list(match.placements)
+    made: dict[str, Any] = {}
+    for key in match.without_memory:
+        saved = tensors[match.saved[key]]
+        made[key] = _new_memory(match.flat.leaves[key], saved, key, device)
+        local = describer.describe(_memory(made[key]), key)
+        placements.extend(placements_for(match.manifest, saved, local, describer))
+    return Target(match, tuple(placements), made)
+
+
+def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:
+    if saved.kind in BYTES_TYPES:
+        return LongBytes(saved.kind, new_tensor("uint8", saved.shape))
+    if isinstance(leaf, torch.Tensor):
+        return materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
+    return np.empty_like(leaf)
+
+
+def _memory(value: Any) -> Any:
+    return value.buffer if isinstance(value, LongBytes) else value
+
+
+def shared_parts(target: Target, describer: Describer) -> dict[Sharers, list[SharedPart]]:
+    """The tensors of a target, with their memory, that other ranks want too, by the ranks that do."""
+    match = target.match
+    tensors = {t.key: t for t in match.manifest.tensors}
+    shared: dict[Sharers, list[SharedPart]] = {}
+    wishes = Counter(match.saved.values())
+    for key, leaf in match.flat.leaves.items():
+        saved = tensors.get(match.saved[key])
+        if saved is None or wishes[saved.key] > 1:
+            continue
+        value = _memory(target.made.get(key, leaf))
+        local = describer.describe(value, key)
+        sharers = describer.sharers(value, local)
+        if sharers is not None:
+            shared.setdefault(sharers, []).extend(SharedPart(saved, part) for part in local.parts)
+    return shared
+
+
+def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> list[Placement]:
+    """The reads that fill this rank's parts of a tensor."""
+    alone = describer.is_alone(local)
+    return [
+        placement_of(item, saved.dtype, _window(part, item.box), alone)
+        for part in local.parts
+        for item in read_plan(manifest, saved, part.box)
+    ]
+
+
+def _window(part: Part, box: Box) -> torch.Tensor:
+    """The memory of a part that holds a box of it."""
+    return part.data if box is part.box or box == part.box else part.data[box.within(part.box).slices]
+
+
+def has_no_memory(leaf: Any) -> bool:
+    """Whether a leaf is a tensor or array that nothing can be read into: torch knows no steps backwards."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.is_meta
+    return isinstance(leaf, np.ndarray) and (not leaf.flags.writeable or min(leaf.strides, default=0) < 0)

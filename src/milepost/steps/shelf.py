@@ -1,0 +1,179 @@
+"""The steps under one root, each a folder `step-0000000100` with a checkpoint in it. Knows no ranks and no torch."""
+
+import logging
+import operator
+import os
+import re
+
+from milepost.commit.find import REMOVED, find, look_whole, parse
+from milepost.commit.removal import finish_removal, remove_checkpoint
+from milepost.core.manifest import Manifest, generation_of
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
+from milepost.state.values import Codec
+from milepost.steps.retention import Rule
+from milepost.store import LocalStore, Store, Within
+
+_log = logging.getLogger("milepost")
+_STEP = re.compile(r"step-([0-9]{10})")
+MAX_STEP = 9_999_999_999
+"""The last step whose name sorts behind all others."""
+METRICS = "metrics"
+"""The key in a checkpoint's metadata under which its metrics stand."""
+_TRIES = 20
+
+
+class Shelf:
+    """The steps under one root. Everything else there is ignored and never touched."""
+
+    def __init__(self, root: Store) -> None:
+        self.root = root
+        self._scores: dict[tuple[int, int], dict[str, float]] = {}
+        self._left_alone: set[str] = set()
+
+    def place(self, step: int) -> Store:
+        """The store of one step."""
+        return Within(self.root, step_name(step))
+
+    def steps(self) -> list[int]:
+        """The steps that are committed, oldest first. Looks at names only."""
+        return sorted(self._committed())
+
+    def scores(self, metric: str | None) -> dict[int, float | None]:
+        """The committed steps with the value of a metric; None where there is none or it cannot be read."""
+        committed = self._committed()
+        return {step: self._metrics(step, g).get(metric) if metric else None for step, g in committed.items()}
+
+    def retain(self, rule: Rule, saved: int) -> list[int]:
+        """Remove what the rule does not keep, and say which steps that were. `saved`, just committed, is always kept.
+
+        First, removals that were cut short are finished. Nothing is removed unless the newest step that remains is
+        whole (see `look_whole`); steps that turn out not to be do not count, and stay. Raises CheckpointDamaged if
+        `saved` itself is not whole. A step that cannot be removed is told in the log.
+        """
+        self.finish()
+        scores = self.scores(rule.best if rule.keep_best else None)
+        while True:
+            kept = rule.kept(scores) | {saved}
+            doomed = sorted(scores.keys() - kept)
+            if not doomed:
+                return []
+            newest = max(kept & scores.keys())
+            fault = self._fault(newest)
+            if fault is None:
+                return [step for step in doomed if self._try_to_remove(step)]
+            if newest == saved:
+                raise CheckpointDamaged(f"the checkpoint that was just committed is not whole: {fault}")
+            self._say_once(newest, f"does not count when old steps are removed: {fault}")
+            del scores[newest]
+
+    def finish(self) -> None:
+        """Finish the removals that were cut short. What cannot be done is told in the log."""
+        for step, names in self._names().items():
+            markers = [name for name in names if name.endswith(REMOVED)]
+            try:
+                finish_removal(self.place(step), markers)
+            except (CheckpointError, OSError) as error:
+                self._say_once(step, f"is removed, but not all of its data could be deleted: {error}")
+
+    def _names(self) -> dict[int, list[str]]:
+        """For each folder of a step: the names in it that start with `manifest-`, if any."""
+        if isinstance(self.root, LocalStore):
+            # Folder by folder: a listing of everything would go through all data files.
+            return {step: list(self.place(step).list("manifest-")) for step in _folders(self.root)}
+        grouped: dict[int, list[str]] = {}
+        for full in self.root.list("step-"):
+            folder, _, name = full.partition("/")
+            match = _STEP.fullmatch(folder)
+            if match:
+                grouped.setdefault(int(match[1]), []).append(name)
+        return {step: [name for name in names if name.startswith("manifest-")] for step, names in grouped.items()}
+
+    def _committed(self) -> dict[int, int]:
+        """The newest generation of each step that has one."""
+        for _ in range(_TRIES):
+            names = self._names()
+            numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
+            committed = {step: max(found) for step, found in numbers.items() if found}
+            if committed or not names:
+                return committed
+            # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
+        return {}
+
+    def _metrics(self, step: int, generation: int) -> dict[str, float]:
+        if (step, generation) not in self._scores:
+            try:
+                place = self.place(step)
+                self._scores[step, generation] = metrics_of(parse(place.url, *find(place)))
+            except CheckpointError as error:
+                if isinstance(error, StorageError):
+                    raise
+                return {}
+        return self._scores[step, generation]
+
+    def _fault(self, step: int) -> str | None:
+        try:
+            look_whole(self.place(step))
+        except StorageError:
+            raise  # the store does not answer: that says nothing about the checkpoint
+        except CheckpointError as error:
+            return str(error)
+        return None
+
+    def _try_to_remove(self, step: int) -> bool:
+        try:
+            self.remove(step)
+        except CheckpointNotFound:
+            return False  # another job was faster
+        except (CheckpointError, OSError) as error:
+            self._say_once(step, f"could not be removed: {error}")
+            return False
+        return True
+
+    def remove(self, step: int) -> None:
+        """Remove one step. Raises CheckpointNotFound, or CheckpointDamaged if its manifest cannot be read."""
+        remove_checkpoint(self.place(step))
+        self._scores = {key: value for key, value in self._scores.items() if key[0] != step}
+
+    def _say_once(self, step: int, text: str) -> None:
+        line = f"{self.place(step).url} {text}"
+        if line not in self._left_alone:
+            self._left_alone.add(line)
+            _log.warning("%s", line)
+
+
+def metrics_of(manifest: Manifest) -> dict[str, float]:
+    """The metrics that were saved with a checkpoint. Does not decode the rest of the metadata, which may need types."""
+    try:
+        spelled = {name: value for name, value in manifest.metadata["dict"] if isinstance(name, str)}
+        found = Codec().decode(spelled.get(METRICS, {"dict": []}), METRICS)
+        return {str(name): float(value) for name, value in found.items() if not isinstance(value, (str, bytes))}
+    except (CheckpointError, TypeError, ValueError, KeyError, AttributeError, OverflowError):
+        return {}  # somebody else's metadata
+
+
+def step_name(step: int) -> str:
+    """The name of a step's folder; names sort as steps do. Raises InvalidRequest for what is no step."""
+    return f"step-{checked_step(step):010d}"
+
+
+def checked_step(step: int) -> int:
+    """The step as an int. Raises InvalidRequest for what is no step."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if isinstance(step, bool) or not 0 <= number <= MAX_STEP:
+        raise InvalidRequest(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
+    return number
+
+
+def _folders(root: LocalStore) -> list[int]:
+    """The steps that have a folder; links are not followed."""
+    try:
+        with os.scandir(root.root) as entries:
+            matches = [_STEP.fullmatch(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise StorageError(f"cannot list {root.url}: {error.strerror or error}", errno=error.errno) from error
+    return [int(match[1]) for match in matches if match]

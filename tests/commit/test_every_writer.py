@@ -1,0 +1,239 @@
+"""Atomic and durable, whoever writes: `save`, a planner's save, `milepost.dcp.save` and `convert` commit alike."""
+
+import errno
+import multiprocessing as mp
+import os
+import random
+import threading
+import time
+
+import pytest
+import torch
+
+import milepost
+from milepost.errors import Failure
+from milepost.store import LocalStore, MemoryStore
+from milepost.testing import CountingStore, Crash, CrashingStore, UnsyncedStore, run_ranks
+from tests.commit.writers import WRITERS
+
+pytestmark = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+
+
+def state(number):
+    return {"a": torch.full((3, 5), float(number)), "b": {"c": torch.full((7,), number)}, "n": number}
+
+
+def read(place):
+    """The number that the newest checkpoint holds; fails if it is not whole."""
+    with milepost.open(place) as checkpoint:
+        found = checkpoint.state()
+        assert checkpoint.verify().ok
+    assert (found["a"] == found["n"]).all()
+    assert (found["b"]["c"] == found["n"]).all()
+    return found["n"]
+
+
+def leftovers(store):
+    """Data that the newest manifest does not name."""
+    return [name for name in store.list("data/") if milepost.open(store).manifest.save_id not in name]
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_crash_at_any_store_call_leaves_old_or_new(write, after):
+    def fresh():
+        store = MemoryStore()
+        milepost.save(state(1), store)
+        return store
+
+    counting = CountingStore(fresh())
+    write(state(2), counting)
+    seen = set()
+    for at in range(1, counting.calls + 1):
+        inner = fresh()
+        with pytest.raises(Crash):
+            write(state(2), CrashingStore(inner, at, after=after))
+        seen.add(read(inner))
+        write(state(3), inner)
+        assert read(inner) == 3
+        assert leftovers(inner) == [], "the next save sweeps what the dead one left"
+    assert seen == {1, 2}, "both outcomes were met"
+
+
+def test_crash_of_one_rank_at_any_call_leaves_old_or_new(write):
+    seen = set()
+    for victim in (0, 1):
+        for at in range(1, 100):
+            inner = MemoryStore()
+            milepost.save(state(1), inner)
+            crashing = CrashingStore(inner, at)
+
+            def work(comm, crashing=crashing, inner=inner, victim=victim):
+                try:
+                    write(state(2), crashing if comm.rank == victim else inner, comm)
+                except (Crash, milepost.CheckpointError) as error:
+                    return type(error).__name__
+                return "saved"
+
+            outcome = run_ranks(2, work, timeout_s=30)[victim]
+            seen.add(read(inner))
+            if outcome == "saved":
+                break
+        assert outcome == "saved"
+        assert at > 3
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_power_cut_at_any_moment_leaves_old_or_new(write, hard_links):
+    store, dice = UnsyncedStore(hard_links=hard_links), random.Random(5)
+    write(state(1), store)
+    first = len(store.journal)
+    write(state(2), store)
+    seen = set()
+    for at in range(first, len(store.journal) + 1):
+        unsynced = {}
+        store.after_power_cut(unsynced.setdefault, at)
+        choices = [lambda _: False, lambda _: True, *(lambda _: dice.random() < 0.5 for _ in range(4))]
+        choices += [lambda call, one=one: call == one for one in unsynced]
+        choices += [lambda call, one=one: call != one for one in unsynced]
+        for choose in choices:
+            seen.add(number := read(store.after_power_cut(choose, at)))
+            assert number in (1, 2)
+            if at == len(store.journal):
+                assert number == 2, "the call had returned"
+    assert seen == {1, 2}
+
+
+def test_commit_that_cannot_be_synced_keeps_its_data(write, tmp_path, monkeypatch):
+    """A power cut may bring the manifest back, and then it must find what it names."""
+    milepost.save(state(1), tmp_path)
+    link, fsync, linked = os.link, os.fsync, []
+
+    def note(*args, **options):
+        link(*args, **options)
+        linked.append(args)
+
+    def fail(handle):
+        if linked:
+            raise OSError(errno.EIO, "Input/output error")
+        fsync(handle)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", note)
+        patched.setattr(os, "fsync", fail)
+        with pytest.raises(milepost.CheckpointError, match=r"manifest-00000002.*Input/output error.*taken back"):
+            write(state(2), tmp_path)
+    assert read(tmp_path) == 1
+    assert len(list((tmp_path / "data").iterdir())) == 2
+    write(state(3), tmp_path)
+    assert read(tmp_path) == 3
+    assert len(list((tmp_path / "data").iterdir())) == 1
+
+
+def test_ranks_keep_their_data_when_the_commit_is_not_durable(write):
+    class NotSynced(CountingStore):
+        def create(self, name, data):
+            raise milepost.NotDurable(f"{name}: taken back", errno=errno.EIO)
+
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+
+    def work(comm):
+        with pytest.raises(milepost.CheckpointError, match="taken back"):
+            write(large(2, comm), NotSynced(inner) if comm.rank == comm.coordinator else inner, comm)
+
+    def large(number, comm):
+        return state(number) | {"large": torch.full((1 << 20,), number)}
+
+    run_ranks(2, work, timeout_s=60)
+    assert read(inner) == 1
+    assert len({name.split("/")[2] for name in leftovers(inner)}) == 2, "both ranks"
+
+
+def test_failed_write_leaves_nothing(write):
+    class Full(CountingStore):
+        def create(self, name, data):
+            raise milepost.StorageError("no space left", errno=errno.ENOSPC)
+
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+
+    def work(comm):
+        with pytest.raises(milepost.CheckpointError, match="no space left"):
+            write(state(2), Full(inner) if comm.rank == comm.coordinator else inner, comm)
+
+    run_ranks(2, work, timeout_s=60)
+    assert read(inner) == 1
+    assert leftovers(inner) == []
+
+
+def test_overtaken_writer_is_told(write):
+    class Late(CountingStore):
+        def before(self, number, call):
+            if call == "create manifest-00000002.json":
+                milepost.save(state(2), self.inner)
+                milepost.save(state(3), self.inner)
+
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+    with pytest.raises(milepost.CheckpointError, match="another job committed generation 2") as caught:
+        write(state(9), Late(inner))
+    failures = getattr(caught.value, "failures", {}).values()
+    kinds = {one.kind if isinstance(one, Failure) else type(one[0]).__name__ for one in failures}
+    assert isinstance(caught.value, milepost.SaveConflict) or kinds == {"SaveConflict"}
+    assert read(inner) == 3
+    assert leftovers(inner) == []
+
+
+def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
+    store = LocalStore(tmp_path)
+    for round_number in range(3):
+        outcomes, start = {}, threading.Barrier(4)
+
+        def race(i, outcomes=outcomes, start=start, base=round_number * 10):
+            start.wait()
+            try:
+                write(state(base + i), store)
+                outcomes[i] = "saved"
+            except milepost.CheckpointError as error:
+                outcomes[i] = str(error)
+
+        threads = [threading.Thread(target=race, args=(i,)) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        saved = [round_number * 10 + i for i, outcome in outcomes.items() if outcome == "saved"]
+        assert read(store) in saved
+        assert all("another job committed" in o for o in outcomes.values() if o != "saved")
+
+
+def keep_writing(write, folder, sender):
+    """Write ever newer states to one place until killed."""
+    torch.set_num_threads(1)
+    for number in range(read(folder) + 1, 10**6):
+        write(state(number) | {"large": torch.full((1 << 18,), number)}, folder)
+        sender.send_bytes(b"saved")
+
+
+@pytest.mark.slow
+def test_sigkill_at_random_moments_leaves_old_or_new(write, tmp_path):
+    chance, context = random.Random(7), mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.commit.test_every_writer"])
+    milepost.save(state(0), tmp_path)
+    newest, unfinished = 0, 0
+    for _ in range(12):
+        receiver, sender = context.Pipe(duplex=False)
+        process = context.Process(target=keep_writing, args=(write, tmp_path, sender), daemon=True)
+        process.start()
+        sender.close()
+        assert receiver.poll(60)
+        time.sleep(chance.uniform(0.0, 0.1))
+        process.kill()
+        process.join()
+        unfinished += bool(leftovers(LocalStore(tmp_path)))
+        found = read(tmp_path)
+        assert found >= newest
+        newest = found
+    assert newest > 0, "some writes went through"
+    assert unfinished > 0, "and some were killed half way"

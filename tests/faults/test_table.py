@@ -1,0 +1,140 @@
+"""The table of faults: rows come in order, what is missing is said, and what broke a promise shows. Nothing is broken here."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+sys.path.insert(0, str(BENCHMARKS))
+
+import faults  # noqa: E402
+from fault_rows import Counting, FaultRow, Tally  # noqa: E402
+from faults import Results  # noqa: E402
+
+
+def row(number, counts, good=("fine",), dcp=None, fault="a fault", note=""):
+    return FaultRow(number, fault, "by hand", Tally(counts), frozenset(good), dcp, note)
+
+
+GOOD = row(2, {"fine": 3}, dcp=Tally({"lost": 2, "fine": 1}))
+BAD = row(13, {"fine": 3, "lost": 1}, note="a | b <c>")
+EMPTY = row(5, {})
+ALL = Results((GOOD, EMPTY, BAD), {7: "faults_power: faults_power is not there"}, {})
+
+
+def module(monkeypatch, tmp_path, name, text):
+    (tmp_path / f"{name}.py").write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, name, raising=False)
+
+
+GIVES_TWO = """
+from fault_rows import FaultRow, Tally
+def rows(full, folder):
+    (folder / "left behind").write_text("x")
+    for number in (902, 901):
+        yield FaultRow(number, "a fault", "by hand", Tally({"fine": 2 if full else 1}), frozenset({"fine"}), None, str(folder))
+"""
+
+
+def test_a_counting_becomes_a_tally_with_the_most_frequent_first():
+    counting = Counting()
+    for ending in ("rare", "fine", "fine"):
+        counting.add(ending)
+    assert counting.tally.trials == 3
+    assert counting.tally.text == "2 fine; 1 rare"
+
+
+def test_a_row_is_ok_only_if_every_trial_kept_the_promise():
+    assert [r.ok for r in (GOOD, BAD, EMPTY)] == [True, False, None]
+    assert [faults.verdict(r) for r in (GOOD, BAD, EMPTY)] == ["yes", "NO", "not run"]
+
+
+def test_the_percentage_of_one_broken_promise_in_a_million_is_not_rounded_to_100():
+    assert faults.kept_percent(row(1, {"fine": 999_999, "lost": 1})) < 100
+    assert faults.kept_percent(GOOD) == 100
+    assert faults.kept_percent(EMPTY) is None
+
+
+def test_the_cells_stand_in_order_of_numbers_with_what_was_not_run():
+    lines = faults.cells(ALL)
+    assert [line[0] for line in lines] == ["2", "5", "7", "13"]
+    assert lines[0] == ["2", "a fault", "3 fine", "2 lost; 1 fine", "yes"]
+    assert lines[1][-1] == lines[2][-1] == "not run"
+    assert lines[3] == ["13", "a fault", "3 fine; 1 lost", "", "NO"]
+
+
+def test_the_table_of_text_wraps_long_cells_and_keeps_all_words():
+    long = "word " * 60
+    text = faults.text_table(Results((row(1, {"fine": 1}, fault=long),), {}, {}))
+    assert text.count("word") == 60
+    assert all(len(line) <= sum(faults.WIDTHS) + 8 for line in text.splitlines())
+
+
+def test_the_json_has_one_object_for_each_row():
+    found = json.loads(json.dumps(faults.json_rows(ALL)))
+    assert all(set(item) == {"name", "value", "unit", "bar", "ok"} for item in found)
+    assert [(item["value"], item["ok"]) for item in found] == [(100, True), (None, None), (75, False), (None, None)]
+    assert {item["bar"] for item in found} == {">= 100"}
+
+
+def test_the_page_has_counts_machine_table_and_notes_and_escapes_what_would_be_markup():
+    text = faults.markdown(ALL, "one machine\nwith a disk", full=True)
+    assert text.startswith("# Faults\n")
+    assert "7 trials of Milepost" in text
+    assert "3 of DCP; 1 of 3 rows kept the promise, 1 were not run" in text
+    assert "    one machine\n    with a disk\n" in text
+    assert "| 13 | a fault | 3 fine; 1 lost |  | NO |" in text
+    assert "* **13** By hand. A \\| b &lt;c>." in text
+
+
+def test_a_long_note_is_cut():
+    text = faults.markdown(Results((row(1, {"fine": 1}, note="x" * 5000),), {}, {}), "", full=False)
+    assert len(text) < 3000
+
+
+def test_modules_run_in_folders_that_are_removed_and_their_rows_are_sorted(monkeypatch, tmp_path):
+    module(monkeypatch, tmp_path, "faults_made_up", GIVES_TWO)
+    monkeypatch.setattr(faults, "MODULES", {"faults_made_up": (901, 902)})
+    results = faults.run([901, 902], True, tmp_path)
+    assert [r.number for r in results.rows] == [901, 902]
+    assert results.rows[0].milepost.trials == 2
+    assert not Path(results.rows[0].note).exists()
+    assert results.ok
+    assert faults.run([902], False, tmp_path).rows[0].milepost.trials == 1
+
+
+def test_a_module_that_is_not_there_is_not_run_and_breaks_nothing(monkeypatch, tmp_path):
+    monkeypatch.setattr(faults, "MODULES", {"faults_of_nobody": (7,)})
+    results = faults.run([7], False, tmp_path)
+    assert results.rows == ()
+    assert "faults_of_nobody is not there" in results.missing[7]
+    assert results.ok
+
+
+@pytest.mark.parametrize(
+    "text", ["def rows(full, folder):\n    yield 1 / 0\n", "import no_such_library\n", "no_rows = 1\n"]
+)
+def test_a_module_that_fails_is_reported_and_is_not_ok(monkeypatch, tmp_path, text):
+    module(monkeypatch, tmp_path, "faults_broken", text)
+    module(monkeypatch, tmp_path, "faults_made_up", GIVES_TWO)
+    monkeypatch.setattr(faults, "MODULES", {"faults_broken": (900,), "faults_made_up": (901, 902)})
+    results = faults.run([900, 901], False, tmp_path)
+    assert "faults_broken" in results.failed
+    assert [r.number for r in results.rows] == [901]
+    assert 900 in results.missing
+    assert not results.ok
+
+
+def test_every_number_of_the_table_belongs_to_a_module():
+    assert list(range(1, 26)) == faults.NUMBERS
+
+
+def test_a_row_that_nobody_knows_is_an_error_of_the_call():
+    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--rows", "99"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert "there is no row 99" in done.stderr
