@@ -19,14 +19,7 @@ from tests import pages, test_architecture
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
-EVERYTHING = [
-    *PROSE,
-    *(
-        ROOT / name / "README.md"
-        for name in ("attacks", "benchmarks", "faults")
-        if (ROOT / name / "README.md").exists()
-    ),
-]
+EVERYTHING = [*PROSE, *sorted(ROOT.glob("*/README.md"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
