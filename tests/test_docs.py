@@ -21,6 +21,7 @@ DOCS = ROOT / "docs"
 PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 EVERYTHING = [*PROSE, *sorted(ROOT.glob("*/README.md"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
+SLOW = [DOCS / "tutorial.md"]  # starts real jobs
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
 
@@ -39,7 +40,9 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize("page", RUNNING, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW), id=name_of(p)) for p in RUNNING]
+)
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     pages.check(page, tmp_path)
 

@@ -91,8 +91,9 @@ def setup(app: Any) -> dict[str, bool]:
     names = public_names()
 
     def convert(app: Any, what: str, name: str, obj: object, options: Any, lines: list[str]) -> None:
-        del app, what, name, obj, options
-        lines[:] = to_rest(lines, names)
+        del app, name, obj, options
+        # A constant has no docstring of its own, only that of its type.
+        lines[:] = [] if what == "data" else to_rest(lines, names)
 
     app.connect("autodoc-process-docstring", convert)
     return {"parallel_read_safe": True}
