@@ -1,12 +1,14 @@
 """Every hostile checkpoint that we know how to make. See README.md for what must happen to them."""
 
-from attacks import on_files, on_foreign, on_manifest, on_shards, on_values
+from attacks import on_files, on_foreign, on_layouts, on_manifest, on_records, on_shards, on_values
 from attacks.forge import Attack
 
 ATTACKS: tuple[Attack, ...] = (
     *on_values.corpus,
     *on_files.corpus,
     *on_manifest.corpus,
+    *on_records.corpus,
+    *on_layouts.corpus,
     *on_shards.corpus,
     *on_foreign.corpus,
 )

@@ -28,7 +28,8 @@ from pathlib import Path
 from typing import Any
 
 import harness
-from showing import Row, at_most, bars_table, below, format_table, load_average, machine, positive, write_rows
+from machine import load_average, machine
+from showing import Row, at_most, bars_table, below, format_table, positive, write_rows
 
 MOST_OF_LIMIT = 1.15
 MOST_OF_DCP_STALL = 0.5

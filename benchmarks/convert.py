@@ -16,7 +16,8 @@ from typing import Any
 
 import harness
 from harness import Case, Measured, Meter, Planned
-from showing import Row, at_least, at_most, bars_table, format_table, load_average, machine, positive, write_rows
+from machine import load_average, machine
+from showing import Row, at_least, at_most, bars_table, format_table, positive, write_rows
 
 COPY = "copy"
 FORMATS = ("milepost", "dcp", "torch", "safetensors")

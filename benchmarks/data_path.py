@@ -19,6 +19,7 @@ from typing import Any
 
 import harness
 from harness import Case, Measured
+from machine import load_average, machine
 from showing import (
     DCP,
     MILEPOST,
@@ -26,8 +27,6 @@ from showing import (
     Bars,
     Row,
     bars_table,
-    load_average,
-    machine,
     positive,
     rows_of,
     table_of,

@@ -17,14 +17,13 @@ from typing import Any
 
 import harness
 from harness import Case, Measured
+from machine import load_average, machine
 from showing import (
     DCP,
     MILEPOST,
     RAW,
     Bars,
     bars_table,
-    load_average,
-    machine,
     positive,
     rows_of,
     table_of,

@@ -330,13 +330,6 @@ def work_folder(parent: Path | None, need_bytes: int) -> Iterator[Path]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def kind_of_disk(folder: Path) -> str:
-    """The file system that a folder is on, by its name in the mount table."""
-    mounts = [line.split()[1:3] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    inside = [(len(at), kind) for at, kind in mounts if folder.resolve().is_relative_to(at)]
-    return max(inside)[1] if inside else "unknown"
-
-
 def run_main(main: Callable[[], None]) -> None:
     """Run a benchmark; end with 1 and a traceback if a rank failed, with 130 after Ctrl-C."""
     try:

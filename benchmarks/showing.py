@@ -2,14 +2,11 @@
 
 import argparse
 import json
-import os
-import platform
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from harness import Case, kind_of_disk
+from harness import Case
 
 RAW, DIRECT, SAFETENSORS, DCP, MILEPOST = "raw", "raw direct", "safetensors", "DCP", "Milepost"
 UNVERIFIED, UNSUMMED = "Milepost, unverified", "Milepost, no checksums"
@@ -160,39 +157,6 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
 
 
 # The machine, and what people ask for
-
-
-def machine(*folders: Path) -> str:
-    """Versions, CPUs, memory, kernel, the file system of each folder, and how busy the machine is."""
-    names = ("milepost", "torch", "safetensors")
-    versions = ", ".join(f"{name} {found}" for name in names if (found := _version(name)))
-    disks = ", ".join(_disk(folder) for folder in folders)
-    return (
-        f"{versions}, Python {platform.python_version()}, Linux {platform.release()}\n"
-        f"{os.cpu_count()} CPUs, {_memory_gb('MemTotal'):.0f} GB of memory, {_memory_gb('MemAvailable'):.0f} available; "
-        f"{disks}; {load_average()}"
-    )
-
-
-def load_average() -> str:
-    """How busy the machine is."""
-    return "load average " + ", ".join(f"{n:.1f}" for n in os.getloadavg())
-
-
-def _disk(folder: Path) -> str:
-    disk = kind_of_disk(folder)
-    return f"{disk} (memory, not a disk: fsync costs nothing here)" if disk in ("tmpfs", "ramfs") else disk
-
-
-def _memory_gb(name: str) -> float:
-    return int(Path("/proc/meminfo").read_text().split(f"{name}:")[1].split()[0]) * 1024 / 1e9
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def positive(text: str) -> int:

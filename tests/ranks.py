@@ -89,7 +89,6 @@ def preload() -> None:
             "torch.distributed",
             "torch.distributed.tensor",
             "milepost.api",
-            "milepost.background.async_saving",
             "tests.ranks",
         ]
     )

@@ -28,7 +28,8 @@ def test_no_attack_gets_through():
 
 def run_attacks():
     """What each attack came to, in the words of `attacks.run`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
+    paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"}
     command = [sys.executable, "-m", "attacks.run"]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=380, check=False)
     reports = [json.loads(line) for line in done.stdout.splitlines()]

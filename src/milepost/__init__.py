@@ -38,9 +38,9 @@ from milepost.store import Store
 from milepost.version import __version__
 
 if TYPE_CHECKING:
-    from milepost.api import explain, load, save
-    from milepost.background import PendingSave
-    from milepost.background.async_saving import AsyncSaver, async_save, close_async, prewarm
+    from milepost.api import async_save, close_async, explain, load, prewarm, save
+    from milepost.background.pending import PendingSave
+    from milepost.background.saver import AsyncSaver
     from milepost.data.progress_bar import ProgressBar
     from milepost.formats.write.convert import convert
     from milepost.formats.write.export import export_safetensors
@@ -99,11 +99,11 @@ __all__ = [
 ]
 
 _WHEN_USED = {
-    "AsyncSaver": "milepost.background.async_saving",
-    "async_save": "milepost.background.async_saving",
-    "close_async": "milepost.background.async_saving",
-    "prewarm": "milepost.background.async_saving",
-    "PendingSave": "milepost.background",
+    "AsyncSaver": "milepost.background.saver",
+    "PendingSave": "milepost.background.pending",
+    "async_save": "milepost.api",
+    "close_async": "milepost.api",
+    "prewarm": "milepost.api",
     "PreemptionGuard": "milepost.steps.preemption",
     "convert": "milepost.formats.write.convert",
     "export_safetensors": "milepost.formats.write.export",

@@ -1,25 +1,35 @@
-"""What users call: `save`, `load`, `explain`."""
+"""What users call: `save`, `load`, `explain`, and `async_save` with `prewarm` and `close_async`."""
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from milepost.background.pending import PendingSave
+from milepost.background.saver import AsyncSaver, Background
+from milepost.background.shared import SharedSavers
+from milepost.background.staging import Way
+from milepost.background.writing import Then
 from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.distributed import ranks_of
-from milepost.core.agreement import Plans
-from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
-from milepost.errors import InvalidRequest
-from milepost.loading.pipeline import LoadOptions, explain_state, load_state
+from milepost.loading.options import ExplainKeywords, LoadKeywords, make_explain_options, make_load_options
+from milepost.loading.pipeline import explain_state, load_state, refuse_load
 from milepost.loading.report import LoadReport
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from milepost.planning.route import load_by_plans, save_by_plans
-from milepost.planning.storage import CheckpointReader, CheckpointWriter
-from milepost.saving.pipeline import Receipt, make_options, refuse, save_state
-from milepost.state.values import Codec
+from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
+from milepost.planning.route_run import load_with_planner, save_with_planner, writer_at
+from milepost.planning.stateful_dict import expand_stateful, expand_to_fill
+from milepost.planning.storage import CheckpointReader
+from milepost.saving.options import SaveKeywords, make_options, one_of
+from milepost.saving.pipeline import Receipt, refuse, save_state
 from milepost.store import Location, store_at
+from milepost.store.location import required
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
+
+T = TypeVar("T")
+_SAVERS = SharedSavers()
 
 
 def save(
@@ -28,65 +38,52 @@ def save(
     *,
     planner: SavePlanner | None = None,
     storage_writer: StorageWriter | None = None,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = True,
-    on_difference: Literal["error", "warn"] = "error",
-    compare_replicas: bool = True,
-    reduce_partial: bool = False,
-    types: Iterable[type] = (),
-    allow_pickle: bool = False,
-    plans: Plans | None = None,
-    host_memory_bytes: int = HOST_MEMORY_BYTES,
-    transfer: Transfer | None = None,
-    progress: Watcher | None = None,
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
+    **options: Unpack[SaveKeywords],
 ) -> Receipt:
     """Save `state` at `path`, from every rank of the job, or from one process.
 
-    Returns once the checkpoint is committed and survives power loss. Atomic: until then, whatever was at `path`
-    stands, also when ranks or the machine die. An error on any rank is raised on every rank, and nothing is committed.
+    Returns once the checkpoint is committed and survives power loss. Atomic: until then the checkpoint that was at
+    `path` stands, even if ranks or the machine die.
 
-    `metadata`: a small dict of plain values to keep with it (the coordinator's counts).
-    `overwrite=False`: refuse to replace a checkpoint.
-    `on_difference`: what to do when values or replicas that should be equal on several ranks are not; "warn" keeps the
-    lowest rank's. `compare_replicas=False` trusts that replicated tensors are equal, and saves hashing them.
-    `reduce_partial`: sum DTensors with `Partial` placements instead of refusing them (a collective on their mesh).
-    `types`: enum and dataclass types that occur in the state. `allow_pickle`: pickle what has no plain form.
-    `plans`: keep one `Plans()` for all saves of a job, and a save of a structure that was saved before needs no planning.
-    `host_memory_bytes`: the most that this rank uses beyond the state. `transfer`: threads and blocks, within that.
-    `progress`: called on the coordinator with a `Progress` from time to time; `ProgressBar()` draws one.
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
-    `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of yours, for what options cannot say.
+    `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of your own, for what options cannot say.
+
+    Options:
+    `metadata`: a small dict of plain values to keep with the checkpoint; the coordinator's is kept.
+    `overwrite=False`: refuse to replace a checkpoint.
+    `on_difference`: what to do if values or replicas that should be equal on several ranks are not. "error" raises;
+    "warn" keeps the lowest rank's.
+    `compare_replicas=False`: trust that replicated tensors are equal, which saves hashing them.
+    `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh), which are refused else.
+    `types`: enum and dataclass types that occur in the state.
+    `allow_pickle=True`: pickle values that have no plain form.
+    `plans`: one `Plans()` for all saves of a job; a structure that was saved before then needs no planning.
+    `host_memory_bytes`: the most memory that this rank uses beyond the state.
+    `transfer`: threads and blocks, within that.
+    `progress`: called on the coordinator with a `Progress` from time to time; `ProgressBar()` draws one.
+
+    An error on any rank is raised on every rank, and nothing is committed: InvalidRequest for a wrong option,
+    InvalidState for a state that cannot be saved, RanksDisagree, StorageError, SaveConflict, RanksMissing, NotDurable.
+
+    >>> milepost.save({"step": 1}, "memory://example").generation
+    1
     """
     comm = ranks_of(process_group, timeout_s)
-    by_plans = planner is not None or storage_writer is not None
-    try:
-        options = make_options(
-            metadata=metadata,
-            overwrite=overwrite,
-            on_difference=on_difference,
-            compare_replicas=compare_replicas,
-            reduce_partial=reduce_partial,
-            types=types,
-            allow_pickle=allow_pickle,
-            plans=plans,
-            host_memory_bytes=host_memory_bytes,
-            transfer=transfer,
-            progress=progress,
-        )
-    except InvalidRequest as error:
-        if not by_plans:
-            refuse(store_at(_given(path)), comm, error)  # the options of other ranks may be right
-        raise
-    if not by_plans:
-        return save_state(state, store_at(_given(path)), comm, options)
-    if storage_writer is None:
-        storage_writer = CheckpointWriter(
-            _given(path), overwrite=overwrite, metadata=metadata, transfer=options.transfer, progress=progress
-        )
-    storage_writer.reset(path)  # type: ignore[arg-type]  # whoever passes a writer passes a place that it knows
-    return save_by_plans(state, storage_writer, planner, comm, options)
+    made, wrong = _checked(make_options, options, comm)
+    if planner is None and storage_writer is None:
+        store = store_at(required(path))
+        return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
+    writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
+    writer.reset(path)  # type: ignore[arg-type]  # a caller's writer knows the places that he passes
+    match route(writer, planner):
+        case NoPlanner() as chosen:
+            if wrong is not None:
+                refuse(chosen.writer.store, comm, wrong)
+            return chosen.note(save_state(state, chosen.writer.store, comm, chosen.options(made)))
+        case LocalPlanner() | GlobalPlanner() as chosen:
+            return save_with_planner(_unless(wrong, partial(expand_stateful, state)), chosen, comm, made)
 
 
 def load(
@@ -95,69 +92,163 @@ def load(
     *,
     planner: LoadPlanner | None = None,
     storage_reader: StorageReader | None = None,
-    allow_missing: bool = False,
-    allow_unexpected: bool = False,
-    convert_dtype: bool = False,
-    device: "torch.device | str | None" = None,
-    types: Iterable[type] = (),
-    allow_pickle: bool = False,
-    verify: bool = True,
-    share_reads: bool | None = None,
-    host_memory_bytes: int = HOST_MEMORY_BYTES,
-    transfer: Transfer | None = None,
-    progress: Watcher | None = None,
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
+    **options: Unpack[LoadKeywords],
 ) -> Any:
-    """Load the checkpoint at `path` into `state`, in place, on any number of ranks and any mesh. Gives `state` back.
+    """Load the checkpoint at `path` into `state`, in place, on any number of ranks and any mesh. Returns `state`.
 
-    Tensors are filled where they are, dicts and lists get their values, stateful objects get `load_state_dict`.
-    Every byte is verified. All differences between checkpoint and state are raised at once, before anything is
-    read; an error while reading leaves the state partly filled, and is raised on every rank.
+    Tensors are filled where they are, dicts and lists get their values, stateful objects get `load_state_dict`. Every
+    byte is verified.
 
-    `allow_missing`: leave what the checkpoint lacks as it is. `allow_unexpected`: ignore what the state lacks.
-    `convert_dtype`: convert where the dtype differs.
+    `process_group`, `timeout_s`: as for `save`.
+    `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of your own. The first three options and `device`
+    are the planner's then.
+
+    Options:
+    `allow_missing=True`: leave what the checkpoint lacks as it is.
+    `allow_unexpected=True`: ignore what the state lacks.
+    `convert_dtype=True`: convert where the dtype differs.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
-    `verify=False`: do not check the data (manifest and headers are). Only where something else protects every byte.
-    `share_reads`: let ranks that want the same read it once and send it to each other, through the process group.
-    By default that is done where it pays: over several machines, and between GPUs.
-    `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`, `process_group`: as for `save`.
-    `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of yours; the first four options are the planner's then.
+    `verify=False`: do not check the data; manifest and headers are checked all the same. Use it only where something
+    else protects every byte.
+    `share_reads`: whether ranks that want the same data read it once and send it to each other, through the process
+    group. The default is to do so where it is faster: over several machines, and between GPUs.
+    `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`: as for `save`.
+
+    An error on any rank is raised on every rank. Before anything is read: InvalidRequest for a wrong option,
+    CheckpointNotFound, StateMismatch with all differences between checkpoint and state. An error while reading, such as
+    CheckpointDamaged, leaves the state partly filled.
+
+    >>> milepost.load({"step": 0}, "memory://example")
+    {'step': 1}
     """
-    options = LoadOptions(
-        Codec(types, allow_pickle),
-        allow_missing,
-        allow_unexpected,
-        convert_dtype,
-        device,
-        verify,
-        share_reads,
-        (transfer or Transfer()).within(host_memory_bytes),
-        progress,
-    )
     comm = ranks_of(process_group, timeout_s)
+    made, wrong = _checked(make_load_options, options, comm)
     if planner is None and storage_reader is None:
-        return load_state(state, store_at(_given(path)), comm, options)
-    if storage_reader is None:
-        storage_reader = CheckpointReader(_given(path), verify=verify, transfer=options.transfer, progress=progress)
-    storage_reader.reset(path)  # type: ignore[arg-type]  # whoever passes a reader passes a place that it knows
-    return load_by_plans(state, storage_reader, planner, comm)
-
-
-def _given(path: Location | None) -> Location:
-    if path is None:
-        raise InvalidRequest("say where: a path, a URL or a Store")
-    return path
+        store = store_at(required(path))
+        return load_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong)
+    reader = storage_reader
+    if reader is None:
+        reader = CheckpointReader(required(path), verify=made.verify, transfer=made.transfer, progress=made.progress)
+    reader.reset(path)  # type: ignore[arg-type]  # a caller's reader knows the places that he passes
+    expanded, put_back = expand_to_fill(state)
+    load_with_planner(_unless(wrong, expanded), put_back, reader, planner, comm)
+    return state
 
 
 def explain(
     state: Any,
     path: Location,
     *,
-    types: Iterable[type] = (),
     process_group: "dist.ProcessGroup | Comm | None" = None,
     timeout_s: float = TIMEOUT_S,
+    **options: Unpack[ExplainKeywords],
 ) -> LoadReport:
-    """What `load` would find: every difference, and the bytes that each rank would read. Reads no data, changes nothing."""
-    options = LoadOptions(Codec(types), convert_dtype=True)
-    return explain_state(state, store_at(path), ranks_of(process_group, timeout_s), options)
+    """What `load` would find: every difference, and the bytes that each rank would read.
+
+    Reads the manifest and no data, and changes nothing. `types`, `process_group`, `timeout_s`: as for `save`. An error
+    on any rank is raised on every rank: InvalidRequest for a wrong option, CheckpointNotFound, CheckpointDamaged.
+
+    >>> milepost.explain({"step": 0, "epoch": 0}, "memory://example").missing
+    {'epoch': (0,)}
+    """
+    comm = ranks_of(process_group, timeout_s)
+    made, wrong = _checked(make_explain_options, options, comm)
+    store = store_at(path)
+    return explain_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong, "explaining")
+
+
+def async_save(
+    state: Any,
+    path: Location | None = None,
+    *,
+    background: Background = "thread",
+    stage: Way | None = None,
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+    planner: SavePlanner | None = None,
+    storage_writer: StorageWriter | None = None,
+    then: Then | None = None,
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+    **options: Unpack[SaveKeywords],
+) -> PendingSave:
+    """Save `state` at `path` while training goes on. Returns when the state may be changed again.
+
+    The same as `AsyncSaver(background=..., process_group=..., timeout_s=...).save(state, path, ...)`, with a saver that
+    is kept from call to call until `close_async`; see there for the arguments and for what is raised. It waits for a
+    save that is under way.
+
+    >>> pending = milepost.async_save({"step": 2}, "memory://in-background")
+    >>> pending.result().generation
+    1
+    """
+    saver = _shared_saver(background, process_group, timeout_s, path)
+    return saver.save(
+        state,
+        path,
+        stage=stage,
+        optimizer=optimizer,
+        planner=planner,
+        storage_writer=storage_writer,
+        then=then,
+        **options,
+    )
+
+
+def prewarm(
+    state: Any,
+    *,
+    background: Background = "thread",
+    process_group: "dist.ProcessGroup | Comm | None" = None,
+    timeout_s: float = TIMEOUT_S,
+    **options: Unpack[SaveKeywords],
+) -> None:
+    """Make what `async_save` of such a state needs, so that the first save is as fast as later ones.
+
+    Every rank calls it, and waits for the others. `options`: those of `save` that say how to describe a state (`types`,
+    `allow_pickle`, `reduce_partial`). An error on any rank is raised on every rank, InvalidRequest for a wrong option.
+
+    >>> milepost.prewarm({"step": 2})
+    """
+    _shared_saver(background, process_group, timeout_s).prewarm(state, **options)
+
+
+def close_async() -> None:
+    """Wait for the saves that `async_save` has begun, and give memory and processes back. May be called twice.
+
+    Raises an error that the caller did not ask for.
+
+    >>> milepost.close_async()
+    """
+    _SAVERS.close()
+
+
+def _shared_saver(background: Background, group: Any, timeout_s: float, path: Location | None = None) -> AsyncSaver:
+    try:
+        one_of("background", background, ("thread", "process"))
+    except Exception as error:
+        if path is not None:
+            _SAVERS.get(group, "thread", timeout_s).refuse(path, error)  # the ranks that are right wait for this one
+        raise
+    return _SAVERS.get(group, background, timeout_s)
+
+
+def _checked(make: Callable[..., T], options: Any, comm: Comm) -> tuple[T, Exception | None]:
+    """The options as a record; or the default ones, and what is wrong with these, which the other ranks have to hear."""
+    try:
+        return make(**options), None
+    except Exception as error:
+        if comm.size == 1:
+            raise
+        return make(), error
+
+
+def _unless(wrong: Exception | None, make: Callable[[], T]) -> Callable[[], T]:
+    """The function; or one that raises instead, on the way to the other ranks."""
+
+    def fail() -> T:
+        assert wrong is not None
+        raise wrong
+
+    return make if wrong is None else fail

@@ -127,7 +127,7 @@ def fail_in(rank, where, victim, word):
         (1, "reader data"),
     ],
 )
-def test_an_error_on_one_rank_reaches_every_rank_with_its_traceback_and_the_next_save_works(tmp_path, victim, word):
+def test_error_reaches_every_rank_and_the_next_save_works(tmp_path, victim, word):
     texts = spawn(WORLD, fail_in, str(tmp_path), victim, word)
     assert len({texts[r] for r in range(WORLD) if r != victim}) == 1
     assert milepost.open(tmp_path)["n"] == 4

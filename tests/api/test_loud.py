@@ -43,7 +43,7 @@ class FailingStore(CountingStore):
 
 
 @pytest.mark.parametrize("word", ["writer data/", "write data/", "commit data/", "create manifest", "list"])
-def test_an_error_in_any_phase_on_one_rank_is_raised_on_every_rank_and_the_old_checkpoint_stands(word):
+def test_error_in_any_phase_is_raised_on_every_rank(word):
     store = milepost.store.MemoryStore()
     run_ranks(3, lambda comm: milepost.save({"t": torch.ones(3)}, store, process_group=comm))
     before = dict(store.objects)
@@ -66,7 +66,7 @@ def test_an_error_in_any_phase_on_one_rank_is_raised_on_every_rank_and_the_old_c
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_rank_that_is_interrupted_while_it_describes_its_state_does_not_mix_two_saves(victim):
+def test_interrupt_while_describing_does_not_mix_two_saves(victim):
     store = milepost.store.MemoryStore()
 
     class Interrupted:
@@ -112,7 +112,7 @@ def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays():
     assert shared.objects == before
 
 
-def test_an_option_that_is_wrong_on_one_rank_is_told_to_all_and_its_next_save_does_not_meet_their_last():
+def test_wrong_option_on_one_rank_is_raised_on_all():
     store = milepost.store.MemoryStore()
 
     def work(comm):
@@ -291,7 +291,7 @@ def test_each_rank_gets_its_own_private_state_back():
     assert len(milepost.open(store).manifest.per_rank) == 2, "private values do not swell the manifest"
 
 
-def test_private_state_on_another_number_of_ranks_explains_itself_or_is_remapped():
+def test_private_state_on_other_ranks_is_refused_or_remapped():
     store = milepost.store.MemoryStore()
     run_ranks(3, lambda comm: milepost.save(private_state(comm.rank), store, process_group=comm))
 

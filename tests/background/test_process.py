@@ -95,7 +95,7 @@ def kill_trials(folder, trials, at_once=2):
 
 
 @pytest.mark.slow
-def test_a_trainer_killed_at_a_random_moment_leaves_all_that_was_staged_whole_and_the_rest_whole_or_absent(tmp_path):
+def test_trainer_sigkill_keeps_staged_saves(tmp_path):
     chance = random.Random(11)
     warm = [(1, (0,), chance.uniform(0.0, 0.2), True) for _ in range(21)]
     # While the process starts: it does not yet know that there is a trainer.
@@ -105,7 +105,7 @@ def test_a_trainer_killed_at_a_random_moment_leaves_all_that_was_staged_whole_an
 
 
 @pytest.mark.slow
-def test_four_ranks_killed_at_once_at_random_moments_leave_all_that_was_staged_whole(tmp_path):
+def test_sigkill_of_four_ranks_keeps_staged_saves(tmp_path):
     # The store of the job is in rank 0: the writing processes must not need it.
     chance = random.Random(12)
     trials = [(4, (0, 1, 2, 3), chance.uniform(0.0, 0.4), True) for _ in range(2)]
@@ -115,12 +115,12 @@ def test_four_ranks_killed_at_once_at_random_moments_leave_all_that_was_staged_w
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 2])
-def test_when_one_of_three_ranks_is_killed_the_others_name_it_and_are_not_stuck(tmp_path, victim):
+def test_survivors_name_a_killed_rank_and_go_on(tmp_path, victim):
     kill_trial(tmp_path, 3, (victim,), random.Random(victim).uniform(0.0, 0.4), True)
 
 
 @pytest.mark.slow
-def test_what_is_being_written_when_all_ranks_are_killed_appears_and_then_the_processes_end(tmp_path):
+def test_processes_finish_the_save_of_killed_ranks_and_end(tmp_path):
     with Job(2) as job:
         job.call(open_saver)
         writers = job.call(begin, SlowStore(tmp_path / "a", 0.5), 7)
@@ -140,10 +140,10 @@ def forking(trainer, where):
     trainer.say(child)
     # As if killed in the middle of an order: the rest of it will never come.
     begin(trainer, where)
-    os.write(trainer.saver._saver._writers.link._connection.fileno(), b"\0\0\1\0half")
+    os.write(trainer.saver._processes.writers.link._connection.fileno(), b"\0\0\1\0half")
 
 
-def test_children_of_a_killed_trainer_that_hold_the_connection_open_do_not_keep_the_process(tmp_path):
+def test_process_ends_though_children_hold_the_connection(tmp_path):
     with Job(1) as job:
         job.call(open_saver)
         job.call(forking, SlowStore(tmp_path / "a", 0.1))
@@ -162,7 +162,7 @@ def lead_group(trainer):
     return open_saver(trainer)
 
 
-def test_what_ends_the_group_of_the_trainer_or_means_all_processes_of_the_job_does_not_stop_the_writing(tmp_path):
+def test_group_signals_do_not_stop_the_writing(tmp_path):
     with Job(1) as job:
         job.call(lead_group)
         (writer,) = job.call(begin, SlowStore(tmp_path / "a", 0.5))
@@ -229,7 +229,7 @@ def assert_told(answers, victim):
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_in_the_middle_of_a_save_is_named_on_all_ranks_and_the_next_save_works(tmp_path, pair, victim):
+def test_process_killed_during_a_save_is_named_on_all_ranks(tmp_path, pair, victim):
     writers = pair.call(begin, SlowStore(tmp_path / "a", 0.5))
     os.kill(writers[victim], signal.SIGKILL)
     assert_told(pair.call(outcome), victim)
@@ -239,7 +239,7 @@ def test_a_process_killed_in_the_middle_of_a_save_is_named_on_all_ranks_and_the_
 
 
 @pytest.mark.parametrize("victim", [0, 1])
-def test_a_process_killed_between_saves_is_named_by_the_next_one_and_that_after_it_works(tmp_path, pair, victim):
+def test_process_killed_between_saves_is_named_by_the_next_save(tmp_path, pair, victim):
     writers = pair.call(begin, tmp_path / "a")
     assert [error for error, _ in pair.call(outcome)] == [None, None]
     os.kill(writers[victim], signal.SIGKILL)
@@ -281,7 +281,7 @@ def footprint(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), maps, int(status["RssAnon"].split()[0])
 
 
-def test_saves_of_changing_size_leave_no_files_nor_mappings_nor_memory_behind(tmp_path, alone):
+def test_saves_of_changing_size_leave_nothing_behind(tmp_path, alone):
     shared = set(os.listdir("/dev/shm"))
     pids = [alone.pids[0], *alone.writers()]
     mib = 1 << 20
@@ -316,7 +316,7 @@ def save_foreign(trainer, where, ranks):
 
 
 @pytest.mark.parametrize("ranks", [(0,), (3,), (0, 1, 2, 3)])
-def test_a_store_that_the_process_cannot_import_is_an_error_on_all_ranks_at_once(tmp_path, four, ranks):
+def test_store_the_process_cannot_import_fails_on_all_ranks(tmp_path, four, ranks):
     for error, took_s in four.call(save_foreign, tmp_path / "a", ranks):
         kind, text = error
         assert kind == "InvalidRequest"
@@ -339,7 +339,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_process_goes_on(tmp_path, 
 
 def save_with_little_memory(trainer, where, number, small):
     """Save while the memory for copies is too little on some ranks."""
-    stager = trainer.saver._saver._stager
+    stager = trainer.saver._stager
     stager._limit_bytes = 1000 if trainer.rank in small else None
     try:
         save(trainer, where, number)
@@ -348,7 +348,7 @@ def save_with_little_memory(trainer, where, number, small):
 
 
 @pytest.mark.parametrize("small", [(0,), (2, 3)])
-def test_what_does_not_fit_is_written_by_the_trainer_which_meets_the_processes_of_the_others(tmp_path, four, small):
+def test_trainer_writes_what_does_not_fit_in_staging(tmp_path, four, small):
     before = four.writers()
     for number in (1, 2):
         four.call(save_with_little_memory, tmp_path / "a", number, small)

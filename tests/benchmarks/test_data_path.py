@@ -53,7 +53,7 @@ def barred_rows() -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_small_run_of_the_data_path_gives_a_row_for_every_bar_and_cleans_up(tmp_path):
+def test_data_path_gives_a_row_for_every_bar_and_cleans_up(tmp_path):
     work, results = tmp_path / "work", tmp_path / "rows.json"
     work.mkdir()
     done = subprocess.run(

@@ -30,7 +30,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_small_run_of_the_foundation_gives_rows_for_every_case_and_cleans_up(tmp_path):
+def test_foundation_gives_rows_for_every_case_and_cleans_up(tmp_path):
     work, results = tmp_path / "work", tmp_path / "rows.json"
     work.mkdir()
     done = subprocess.run(

@@ -40,9 +40,10 @@ def test_a_small_run_of_planning_gives_rows_for_both_systems_and_a_figure(tmp_pa
 @pytest.mark.slow
 def test_ranks_that_stand_in_for_others_send_what_all_of_them_would(tmp_path):
     program = (
-        "import planning\n"
-        "job = planning.Job(planning.FSDP, 12, 3)\n"
-        "print(*planning.real_bytes(job), *planning.save_twice(job).bytes)\n"
+        "from planning_jobs import FSDP, Job\n"
+        "from planning_measure import real_bytes, save_twice\n"
+        "job = Job(FSDP, 12, 3)\n"
+        "print(*real_bytes(job), *save_twice(job).bytes)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],

@@ -33,7 +33,7 @@ def phase(step):
     return Phase("saving to", "somewhere", str(step))
 
 
-def test_the_lead_hears_all_in_order_and_every_rank_hears_the_lead():
+def test_coordinator_hears_all_in_order_and_every_rank_hears_it():
     for world in (1, 2, 7, 64):
         results = run_ranks(
             world, lambda comm: [comm.meet(phase(i), bytes([comm.rank, i]), b"|".join) for i in range(3)]
@@ -41,7 +41,7 @@ def test_the_lead_hears_all_in_order_and_every_rank_hears_the_lead():
         assert results == [[b"|".join(bytes([r, i]) for r in range(world)) for i in range(3)]] * world
 
 
-def test_any_rank_can_lead():
+def test_any_rank_can_be_the_coordinator():
     board = MemoryBoard()
     heard = {}
 
@@ -96,7 +96,7 @@ def test_missing_ranks_are_named_by_all_others_and_a_late_one_is_told():
     assert "this rank came too late" in texts[4]
 
 
-def test_when_the_lead_is_missing_the_others_name_it():
+def test_when_the_coordinator_is_missing_the_others_name_it():
     board = MemoryBoard()
     with pytest.raises(milepost.RanksMissing, match=r"rank 0 did not come"):
         run_pair(board)
@@ -138,12 +138,12 @@ def told_missing(world, delays_s, timeout_s):
     return texts
 
 
-def test_without_a_lead_the_others_name_all_who_did_not_come_and_not_each_other():
+def test_ranks_without_a_coordinator_name_all_that_are_absent():
     """The one that gives up first must not look missing to the next."""
     assert told_missing(4, {1: 0.0, 2: 0.3}, 0.3) == dict.fromkeys((1, 2), "ranks 0, 3")
 
 
-def test_ranks_wait_longer_than_the_lead_so_that_they_hear_whom_it_missed():
+def test_ranks_wait_longer_than_the_coordinator():
     assert told_missing(3, {0: 0.3, 1: 0.0}, 0.6) == dict.fromkeys((0, 1), "rank 2")
 
 
@@ -211,7 +211,7 @@ def test_where_a_missing_rank_was_last_seen_is_told():
     assert all("rank 2 last seen at 'starting'" in text for text in texts.values())
 
 
-def test_a_decision_that_fails_on_the_lead_fails_on_all():
+def test_a_decision_that_fails_on_the_coordinator_fails_on_all():
     def work(comm):
         def decide(payloads):
             raise RuntimeError("no")
@@ -223,7 +223,7 @@ def test_a_decision_that_fails_on_the_lead_fails_on_all():
     run_ranks(3, work)
 
 
-def test_a_lead_that_is_interrupted_while_it_decides_tells_the_others_why():
+def test_coordinator_interrupted_while_it_decides_tells_why():
     def interrupted(_):
         raise KeyboardInterrupt
 
@@ -236,7 +236,7 @@ def test_a_lead_that_is_interrupted_while_it_decides_tells_the_others_why():
     assert [error.failures[0].kind for error in others] == ["KeyboardInterrupt"] * 2
 
 
-def test_a_lead_that_is_interrupted_while_it_prepares_its_note_tells_the_others_why():
+def test_coordinator_interrupted_before_its_note_tells_why():
     def interrupted():
         raise KeyboardInterrupt
 

@@ -132,7 +132,7 @@ def test_a_save_under_way_is_not_disturbed_by_the_sweep_of_another(tmp_path):
     assert read(store) == 3
 
 
-def test_a_sweep_never_takes_data_from_under_a_manifest_that_is_still_there():
+def test_sweep_keeps_the_data_of_an_existing_manifest():
     class Watched(CountingStore):
         swept = 0
 
@@ -200,7 +200,7 @@ def test_what_no_reader_would_accept_is_not_committed(tmp_path):
         seal(type(manifest)(**{f: getattr(manifest, f) for f in manifest.__struct_fields__} | {"files": ()}))
 
 
-def test_more_tensors_than_a_file_may_have_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_too_many_tensors_are_refused_before_writing(tmp_path, monkeypatch):
     monkeypatch.setattr("milepost.core.shardfile.MAX_ENTRIES", 6)
     milepost.save({f"k{i}": torch.ones(2) for i in range(4)}, tmp_path)
     with pytest.raises(milepost.InvalidState, match=r"00000\.safetensors cannot be written: 7 entries.* fewer tensors"):
@@ -321,7 +321,7 @@ def test_a_saver_whose_unfinished_manifest_is_swept_is_told(tmp_path, monkeypatc
     assert milepost.open(tmp_path)["n"] == 3
 
 
-def test_a_saver_whose_manifest_is_swept_by_the_one_that_took_its_number_is_told():
+def test_saver_that_lost_its_generation_and_manifest_raises():
     """Such a store misses what it was about to name, before it sees that the name is taken."""
 
     class Late(CountingStore):

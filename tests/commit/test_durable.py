@@ -37,7 +37,7 @@ def test_every_file_and_folder_is_synced_before_the_manifest_that_names_it(tmp_p
         assert ("sync", str(place)) in calls[commit:], "the commit itself"
 
 
-def test_memory_beyond_the_state_stays_small_for_tensors_that_must_be_copied(tmp_path):
+def test_memory_stays_small_for_tensors_that_must_be_copied(tmp_path):
     program = """
 import torch, milepost
 def peak():

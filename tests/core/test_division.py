@@ -56,7 +56,7 @@ def bytes_of(item: PlannedWrite) -> int:
 
 @examples(200)
 @given(st.data(), st.integers(1, 8))
-def test_every_element_of_every_tensor_is_written_exactly_once_over_all_ranks(data, world):
+def test_every_element_is_written_exactly_once(data, world):
     plan = data.draw(planned(world))
     items = [item for rank in range(world) for item in items_of(rank, plan)]
     for tensor in plan[0]:
@@ -66,7 +66,7 @@ def test_every_element_of_every_tensor_is_written_exactly_once_over_all_ranks(da
 
 @examples(120)
 @given(st.data(), st.integers(1, 8))
-def test_a_rank_writes_only_what_it_holds_and_gives_each_entry_a_name_of_its_own(data, world):
+def test_rank_writes_only_what_it_holds_under_unique_names(data, world):
     tensors, found = plan = data.draw(planned(world))
     for rank in range(world):
         items = items_of(rank, plan)
@@ -79,7 +79,7 @@ def test_a_rank_writes_only_what_it_holds_and_gives_each_entry_a_name_of_its_own
 
 @examples(200)
 @given(st.data(), st.integers(1, 8))
-def test_a_reader_finds_every_element_of_a_region_once_in_an_entry_that_was_written(data, world):
+def test_reader_finds_every_element_of_a_region_once(data, world):
     plan = data.draw(planned(world))
     manifest = manifest_of(world, plan)
     tensor = data.draw(st.sampled_from(plan[0]))
@@ -106,7 +106,7 @@ def test_large_tensors_of_every_layout_are_written_exactly_once(data, world):
 
 @examples(100)
 @given(st.data(), st.integers(1, 16), st.integers(1, 300))
-def test_a_large_replicated_tensor_is_written_by_all_its_replicas_in_nearly_equal_parts(data, copies, rows):
+def test_replicas_write_a_large_tensor_in_nearly_equal_parts(data, copies, rows):
     ranks = data.draw(st.lists(st.integers(0, 30), min_size=copies, max_size=copies, unique=True))
     shape = (copies * rows, MIB // 4)
     plan = share_out([row("x", shape)], {"x": Whole(pack_ranks(ranks))}, 31)
@@ -117,7 +117,7 @@ def test_a_large_replicated_tensor_is_written_by_all_its_replicas_in_nearly_equa
 
 @examples(100)
 @given(st.data(), st.integers(2, 8), st.integers(1, 4))
-def test_a_tensor_cut_and_replicated_is_written_by_every_rank_of_its_mesh_alike(data, copies, shards):
+def test_every_rank_of_the_mesh_writes_an_equal_share(data, copies, shards):
     axes = data.draw(st.permutations([(copies, None), (shards, Cut(0))]))
     mesh = Mesh.of(tuple(size for size, _ in axes), tuple(data.draw(st.permutations(range(copies * shards)))))
     grid = Grid(mesh, tuple(cut for _, cut in axes))
@@ -185,7 +185,7 @@ def test_without_spreading_the_first_holder_writes_everything_in_one_piece(rows)
 
 @examples(50)
 @given(many_rows(), st.randoms(use_true_random=False))
-def test_the_shares_do_not_depend_on_the_order_in_which_a_rank_lists_its_tensors(rows, random):
+def test_shares_do_not_depend_on_the_order_of_tensors(rows, random):
     by_key: dict[str, Layout] = {r.key: Whole("0-3") for r in rows}
     shuffled = random.sample(rows, len(rows))
     one, two = share_out(rows, by_key, 4)[0], share_out(shuffled, by_key, 4)[0]

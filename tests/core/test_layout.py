@@ -66,7 +66,7 @@ def placements_of(grid: Grid) -> list[Placement]:
 
 @examples(300)
 @given(st.data())
-def test_the_pieces_of_a_rank_make_the_local_tensor_that_chunking_axis_by_axis_gives(data):
+def test_pieces_of_a_rank_match_chunking_axis_by_axis(data):
     shape = data.draw(shapes())
     grid = data.draw(grids(shape, RANKS))
     for rank in unpack_ranks(grid.mesh.ranks):
@@ -88,7 +88,7 @@ def test_a_rank_holds_as_few_pieces_as_its_local_tensor_has_runs(data):
 
 @examples(150)
 @given(st.data())
-def test_a_rank_holds_the_local_shape_that_torch_computes_for_the_same_placements(data):
+def test_local_shape_is_the_one_torch_computes(data):
     shape = data.draw(shapes())
     grid = data.draw(grids(shape, RANKS))
     for rank in unpack_ranks(grid.mesh.ranks):
@@ -100,7 +100,7 @@ def test_a_rank_holds_the_local_shape_that_torch_computes_for_the_same_placement
 
 @examples(150)
 @given(st.data())
-def test_a_rank_holds_the_elements_that_torch_gives_it_for_the_same_placements(data):
+def test_rank_holds_the_elements_torch_gives_it(data):
     shape = data.draw(shapes(max_size=9))
     grid = data.draw(grids(shape, RANKS))
     for rank in unpack_ranks(grid.mesh.ranks):
@@ -127,7 +127,7 @@ def test_the_boxes_that_meet_a_region_are_found_with_all_their_holders(data):
 
 @examples(150)
 @given(st.data())
-def test_replicas_are_the_groups_of_ranks_that_hold_the_same_whatever_the_shape(data):
+def test_replicas_are_the_ranks_that_hold_the_same(data):
     shape = data.draw(shapes())
     grid = data.draw(grids(shape, RANKS))
     rows = [tuple(row) for row in grid.replicas().tolist()]
@@ -153,7 +153,7 @@ def test_a_rank_outside_the_mesh_holds_nothing(data):
 
 @examples(100)
 @given(st.data())
-def test_grids_that_cut_alike_on_disjoint_meshes_stack_to_one_in_which_each_rank_holds_the_same(data):
+def test_equal_grids_on_disjoint_meshes_stack_to_one(data):
     shape = data.draw(shapes(max_size=8))
     first = data.draw(grids(shape, range(8)))
     ranks = np.asarray(unpack_ranks(first.mesh.ranks))
@@ -224,7 +224,7 @@ def test_a_grid_needs_one_cut_for_each_axis_of_its_mesh(data):
 
 @examples(50)
 @given(st.data())
-def test_every_rank_of_a_whole_layout_holds_everything_and_no_other_rank_does(data):
+def test_only_ranks_of_a_whole_layout_hold_everything(data):
     shape = data.draw(shapes())
     ranks = data.draw(st.lists(st.integers(0, 9), min_size=1, unique=True))
     layout = Whole(",".join(map(str, ranks)))
@@ -255,7 +255,7 @@ def test_explicit_boxes_are_found_by_rank_and_by_region(data):
 
 @examples(150)
 @given(st.data())
-def test_every_layout_shows_the_same_boxes_to_those_who_ask_by_rank_and_by_region(data):
+def test_layout_gives_the_same_boxes_by_rank_and_by_region(data):
     shape = data.draw(shapes(max_size=8))
     layout = data.draw(layouts(shape, range(12)))
     by_region = {(h.box, rank) for h in layout.overlapping(shape, Box.whole(shape)) for rank in h.holders}
@@ -265,7 +265,7 @@ def test_every_layout_shows_the_same_boxes_to_those_who_ask_by_rank_and_by_regio
 
 @examples(300)
 @given(st.data())
-def test_boxes_that_do_not_cover_each_element_exactly_once_are_told_from_those_that_do(data):
+def test_boxes_that_do_not_tile_the_tensor_are_recognised(data):
     shape = data.draw(shapes(max_dims=3, max_size=6))
     boxes = data.draw(tilings(shape))
     for _ in range(data.draw(st.integers(0, 2))):

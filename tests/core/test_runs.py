@@ -15,7 +15,7 @@ from tests.strategies import examples, numbered, shapes
 
 @examples(400)
 @given(st.data())
-def test_the_boxes_of_a_run_spell_it_in_row_major_order_and_are_at_most_two_a_dimension(data):
+def test_boxes_of_a_run_are_in_row_major_order_and_few(data):
     shape = data.draw(shapes(max_dims=5, max_size=6))
     start, stop = sorted(data.draw(st.tuples(*[st.integers(0, math.prod(shape))] * 2)))
     boxes = list(boxes_of_run(shape, start, stop))

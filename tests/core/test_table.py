@@ -48,7 +48,7 @@ def subsets(items: Iterable[Any]) -> st.SearchStrategy[list[Any]]:
 
 @examples(200)
 @given(st.dictionaries(st.sampled_from(KEYS), subsets(RANKS), min_size=1))
-def test_plain_tensors_of_pipeline_stages_are_whole_on_the_ranks_that_have_them(stages):
+def test_pipeline_stage_tensors_are_whole_on_their_ranks(stages):
     tables = {rank: table(row(key) for key in KEYS if rank in stages.get(key, ())) for rank in RANKS}
     merged = merge_tables(by_digest(tables))
     assert merged.problems == ()
@@ -76,7 +76,7 @@ def test_grids_on_submeshes_that_cut_alike_become_one_grid_of_replicas(data, cop
 
 @examples(150)
 @given(st.data())
-def test_the_boxes_that_each_rank_gives_make_one_list_with_all_their_holders(data):
+def test_boxes_of_all_ranks_make_one_list_with_holders(data):
     shape = data.draw(shapes(max_dims=3, max_size=6))
     owners = {box: data.draw(subsets(RANKS)) for box in data.draw(tilings(shape)) if box.elements}
     own = {rank: [box for box, ranks in owners.items() if rank in ranks] for rank in RANKS}
@@ -141,7 +141,7 @@ VERSIONS = [
 
 @examples(150)
 @given(st.dictionaries(st.sampled_from(KEYS), st.lists(st.integers(0, 3), min_size=8, max_size=8), min_size=1))
-def test_all_tensors_that_ranks_describe_in_two_ways_are_reported_with_the_ranks_of_each(versions):
+def test_conflicting_tensors_are_reported_with_their_ranks(versions):
     tables = {rank: table(row(key=key, **VERSIONS[chosen[rank]]) for key, chosen in versions.items()) for rank in RANKS}
     problems = merge_tables(by_digest(tables)).problems
     contradictory = {key: chosen for key, chosen in versions.items() if len(set(chosen)) > 1}
@@ -156,7 +156,7 @@ def test_all_tensors_that_ranks_describe_in_two_ways_are_reported_with_the_ranks
 
 @examples(150)
 @given(st.dictionaries(st.sampled_from(KEYS), st.lists(st.integers(0, 2), min_size=8, max_size=8), min_size=1))
-def test_all_values_that_differ_are_listed_with_their_ranks_and_the_lowest_rank_wins(chosen):
+def test_differing_values_are_listed_and_the_lowest_rank_wins(chosen):
     tables = {rank: table(values={key: f"v{of[rank]}" for key, of in chosen.items()}) for rank in RANKS}
     merged = merge_tables(by_digest(tables))
     assert {value.key: value.value for value in merged.values} == {key: f"v{of[0]}" for key, of in chosen.items()}
@@ -206,7 +206,7 @@ def test_a_rank_of_the_mesh_that_did_not_save_the_tensor_is_named(data):
     assert f"rank {absent}" in problems[0]
 
 
-def test_a_rank_that_others_say_holds_a_box_and_that_did_not_save_the_tensor_is_reported():
+def test_claimed_holder_that_did_not_save_is_reported():
     everyones = Boxes((Held(Box((0,), (2,)), "0"), Held(Box((2,), (2,)), "1")))
     tables = {0: table([row(layout=everyones)]), 1: table()}
     merged = merge_tables(by_digest(tables))

@@ -255,7 +255,7 @@ def test_a_file_of_another_save_of_the_same_layout_is_found_and_named():
         store.objects[name] = whole
 
 
-def test_the_data_of_another_save_under_this_ones_header_and_table_is_found_and_named():
+def test_data_of_another_save_is_found_and_named():
     """Only the blocks themselves tell: sizes, header and table are right."""
     store, other = save_small(MemoryStore(), step=1), save_small(MemoryStore(), step=2)
     for name, foreign in zip(shard_names(store), shard_names(other), strict=True):
@@ -348,7 +348,7 @@ def test_a_read_that_does_not_touch_a_damaged_block_succeeds(large):
         assert torch.equal(checkpoint["b"][: count // 2], state["b"][: count // 2])
 
 
-def test_a_read_that_touches_a_damaged_block_fails_and_names_tensor_and_file(large):
+def test_read_of_a_damaged_block_names_tensor_and_file(large):
     folder, path, _ = large
     count = BLOCK_BYTES // 4
     with milepost.open(folder) as checkpoint:
@@ -440,7 +440,7 @@ def test_an_entry_that_is_not_aligned_for_its_type_is_found_and_named():
 
 
 @pytest.mark.parametrize("noted", [{"rank": "1"}, {"save_id": "00000001-0123456789abcdef"}], ids=["rank", "save"])
-def test_a_file_that_says_that_it_belongs_elsewhere_is_refused_though_its_checksums_fit(noted):
+def test_misplaced_file_with_valid_checksums_is_refused(noted):
     store = forged(["wide", "narrow"], **noted)
     with milepost.open(store) as checkpoint, pytest.raises(CheckpointDamaged, match="belongs to another save or rank"):
         checkpoint.state()

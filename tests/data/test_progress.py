@@ -145,7 +145,7 @@ def test_a_verification_tells_how_far_it_is(tmp_path, damage):
     assert_told(watcher, "verify", str(tmp_path), path.stat().st_size)
 
 
-def test_only_the_lead_rank_is_told_about_its_own_part():
+def test_only_the_coordinator_is_told_about_its_own_part():
     store = MemoryStore("memory://lead")
 
     def parts(comm, fill):
@@ -313,7 +313,7 @@ def has_stopped():
     return not drawing()
 
 
-def test_the_bar_draws_action_place_bytes_and_the_end_of_one_call_after_the_other(tmp_path, terminal):
+def test_bar_draws_action_place_bytes_and_end_of_each_call(tmp_path, terminal):
     bar = ProgressBar(terminal)
     place = tmp_path / "a"
     state = {"t": WHOLE}
@@ -331,7 +331,7 @@ def test_the_bar_draws_action_place_bytes_and_the_end_of_one_call_after_the_othe
 
 
 @pytest.mark.parametrize("how", ["close", "with"])
-def test_a_bar_gives_the_terminal_back_after_a_failure_and_may_be_used_again(tmp_path, terminal, how):
+def test_bar_releases_the_terminal_after_a_failure(tmp_path, terminal, how):
     bar = ProgressBar(terminal)
     bar(Progress("load", "a broken place", 10, 100, 1.0))
     assert drawing()

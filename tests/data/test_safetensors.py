@@ -96,7 +96,7 @@ def test_all_dtypes_together_are_aligned_and_read_by_the_library(tmp_path):
         assert found[dtype].data_ptr() % found[dtype].element_size() == 0
 
 
-def test_complex_numbers_that_the_format_lacks_are_stored_in_a_way_that_the_library_can_show(tmp_path):
+def test_complex_dtypes_without_a_name_are_readable_as_parts(tmp_path):
     half = torch.tensor([1, 0, 1, 0], dtype=torch.float16).view(torch.complex32)
     state = {"z": torch.tensor([1 + 2j, 3 - 4j], dtype=torch.complex128), "h": half}
     milepost.save(state, tmp_path)
@@ -142,7 +142,7 @@ def whole_state():
     }
 
 
-def test_the_files_of_several_ranks_hold_every_element_once_under_names_that_tell_the_box(tmp_path):
+def test_files_of_ranks_hold_every_element_once_by_box_name(tmp_path):
     run_ranks(4, lambda comm: milepost.save(parallel_state(comm.rank), tmp_path, process_group=comm))
     whole = whole_state()
     missing = {key: torch.ones(tensor.shape, dtype=torch.int32) for key, tensor in whole.items()}
@@ -203,7 +203,7 @@ def test_the_table_of_checksums_is_an_entry_that_anyone_can_check(tmp_path):
     assert len(sums) == 3
 
 
-def test_empty_tensors_have_no_entry_and_a_state_without_elements_has_no_file(tmp_path):
+def test_empty_tensors_have_no_entry_and_no_file(tmp_path):
     milepost.save({"x": torch.zeros(0, 4), "y": torch.zeros(2)}, tmp_path / "a")
     assert set(load_file(shards(tmp_path / "a")[0])) == {"y", "@checksums"}
     milepost.save({"x": torch.zeros(0, 4)}, tmp_path / "b")

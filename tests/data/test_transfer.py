@@ -171,7 +171,7 @@ def test_an_error_while_a_worker_is_made_is_raised_too(by_caller, error):
 
 @pytest.mark.parametrize("error", [OSError(5, "bad disk"), KeyboardInterrupt()], ids=lambda e: type(e).__name__)
 @pytest.mark.parametrize("threads", [1, 4])
-def test_an_error_of_the_jobs_themselves_is_raised_after_the_jobs_before_it(threads, error):
+def test_error_of_a_job_is_raised_after_earlier_jobs(threads, error):
     done = []
     with pytest.raises(type(error)) as caught:
         run_all(OneAtATime(100, 30, error), lambda: done.append, threads)
@@ -199,7 +199,7 @@ def test_of_two_errors_the_first_is_raised():
         run_all(iter(range(2)), make_worker, 2)
 
 
-def test_a_worker_that_is_busy_when_another_fails_ends_before_the_caller_goes_on():
+def test_busy_worker_ends_before_the_caller_goes_on():
     started, ended = threading.Event(), threading.Event()
 
     def make_worker():

@@ -1,4 +1,4 @@
-"""What docs/dcp.md lists: where a program that was written for DCP sees something else, and what it then does."""
+"""What docs/how-to/from-dcp.md lists: where a program that was written for DCP sees something else, and what it then does."""
 
 import argparse
 import json
@@ -107,7 +107,7 @@ def test_values_reach_storage_as_json(tmp_path):
     assert json.loads(seen["n.lr"]) == 0.5
 
 
-def test_the_records_are_ours_and_planners_made_for_torchs_classes_see_torchs(tmp_path):
+def test_torch_planners_see_torch_records(tmp_path):
     seen = []
 
     def planner_of(base):

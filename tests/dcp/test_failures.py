@@ -68,7 +68,7 @@ def steps_fail(dcp, rank, folder):
     return found
 
 
-def test_a_planner_that_raises_on_one_rank_raises_on_all_with_that_ranks_exception(tmp_path):
+def test_planner_error_on_one_rank_is_raised_on_all(tmp_path):
     for ours, theirs in spawn(2, run_both, steps_fail, tmp_path):
         assert ours == theirs
         assert [list(failures) for failures in ours] == [[1], [0], [1], [1]]
@@ -162,7 +162,7 @@ def after_a_failure(dcp, rank, folder):
     return target["w"].tolist()
 
 
-def test_the_ranks_are_in_step_after_a_failure_and_the_old_checkpoint_stands(tmp_path):
+def test_ranks_stay_in_step_after_a_failed_save(tmp_path):
     assert spawn(2, run_ours, after_a_failure, tmp_path) == [[1.0, 1.0]] * 2
 
 
@@ -200,7 +200,7 @@ def test_the_texts_that_programs_look_for_are_in_the_error(tmp_path, program, ki
     assert text in shown
 
 
-def test_a_state_that_cannot_be_saved_as_a_whole_is_refused_with_torchs_words(tmp_path):
+def test_unsavable_state_is_refused_with_the_words_of_torch(tmp_path):
     for outcome in spawn(2, run_ours, holes, tmp_path):
         assert "Failed to validate global plan" in outcome
 

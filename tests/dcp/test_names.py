@@ -81,7 +81,7 @@ def methods(kind):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_functions_and_methods_have_the_parameters_of_torchs_in_their_order(name):
+def test_functions_and_methods_have_the_parameters_of_torch(name):
     theirs, ours = pair(name)
     for public in getattr(theirs, "__all__", ()):
         their, our = getattr(theirs, public), getattr(ours, public)

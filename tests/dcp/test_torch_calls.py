@@ -164,7 +164,7 @@ def replaced_between_ranks(rank, folder):
         return str(error)
 
 
-def test_a_checkpoint_that_is_replaced_while_torchs_load_opens_it_is_not_mixed(tmp_path):
+def test_checkpoint_replaced_during_torch_load_is_not_mixed(tmp_path):
     for text in spawn(2, replaced_between_ranks, tmp_path):
         assert "was replaced while the ranks opened it" in text
 

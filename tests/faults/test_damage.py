@@ -1,33 +1,15 @@
 """The faults of damage, foreign files, hostile folders and wrong targets: all are met well, and what is not is noticed."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
 import milepost
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def faults(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import faults_damage
-
-    return faults_damage
+from faults import damage, targets
 
 
-@pytest.fixture
-def targets(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import faults_targets
-
-    return faults_targets
-
-
-def test_every_fault_is_met_as_promised_and_dcp_ran_beside_it(faults, targets, tmp_path):
-    rows = {row.number: row for module in (faults, targets) for row in module.rows(False, tmp_path)}
+def test_every_fault_is_met_as_promised_and_dcp_ran_beside_it(tmp_path):
+    rows = {row.number: row for module in (damage, targets) for row in module.rows(False, tmp_path)}
     assert list(rows) == [13, 14, 15, 16, 18, 23]
     assert {number: row.milepost.counts for number, row in rows.items() if not row.ok} == {}
     assert all(row.dcp.trials >= 10 for row in rows.values())
@@ -54,60 +36,60 @@ def names_nothing(target, where):
         raise type(error)("something is wrong") from None
 
 
-def test_a_load_that_does_not_verify_loads_other_data_silently(faults, tmp_path):
-    row = faults.data_bits(False, tmp_path, partial(milepost.load, verify=False))
+def test_a_load_that_does_not_verify_loads_other_data_silently(tmp_path):
+    row = damage.data_bits(False, tmp_path, partial(milepost.load, verify=False))
     assert row.ok is False
     assert row.milepost.counts == {"silent": 40}
 
 
 @pytest.mark.parametrize("row", ["data_bits", "index_bits", "broken_files", "foreign_files"])
 @pytest.mark.parametrize(("load", "ending"), [(never_raises, "silent"), (names_nothing, "file not named")])
-def test_a_load_that_hides_damage_or_does_not_name_it_keeps_no_promise(faults, tmp_path, row, load, ending):
-    found = getattr(faults, row)(False, tmp_path, load)
+def test_a_load_that_hides_damage_or_does_not_name_it_keeps_no_promise(tmp_path, row, load, ending):
+    found = getattr(damage, row)(False, tmp_path, load)
     assert found.ok is False
     assert found.milepost.counts == {ending: found.milepost.trials}
 
 
-def test_damage_that_only_loading_finds_is_not_detected(faults, tmp_path):
+def test_damage_that_only_loading_finds_is_not_detected(tmp_path):
     """The file that is damaged is not the one that verifying would have to name."""
-    state = faults.state_of(1)
-    copy = faults.Copy.of(faults.save_milepost, state, tmp_path)
+    state = damage.state_of(1)
+    copy = damage.Copy.of(damage.save_milepost, state, tmp_path)
     one, two = copy.data[:2]
-    fault = faults.Fault({one: b""}, frozenset({one, two}), state)
-    assert faults.count(copy, [fault], partial(faults.ending_in_milepost, load=milepost.load)).counts == {
+    fault = damage.Fault({one: b""}, frozenset({one, two}), state)
+    assert damage.count(copy, [fault], partial(damage.ending_in_milepost, load=milepost.load)).counts == {
         "not verified": 1
     }
 
 
-def test_a_load_that_raises_something_else_keeps_no_promise(faults, targets, tmp_path):
+def test_a_load_that_raises_something_else_keeps_no_promise(tmp_path):
     def load(target, where):
         raise OSError(str(where))
 
-    for row in (faults.data_bits, targets.hostile_folders, targets.wrong_targets):
+    for row in (damage.data_bits, targets.hostile_folders, targets.wrong_targets):
         found = row(False, tmp_path / row.__name__, load)
         assert found.ok is False
         assert found.milepost.of("another error: OSError") > 0
 
 
-def test_a_checkpoint_without_a_fault_is_no_trial(faults, tmp_path):
-    state = faults.state_of(1)
-    copy = faults.Copy.of(faults.save_milepost, state, tmp_path)
-    fault = faults.Fault({copy.index: copy.whole[copy.index]}, frozenset(), state)
+def test_a_checkpoint_without_a_fault_is_no_trial(tmp_path):
+    state = damage.state_of(1)
+    copy = damage.Copy.of(damage.save_milepost, state, tmp_path)
+    fault = damage.Fault({copy.index: copy.whole[copy.index]}, frozenset(), state)
     with pytest.raises(AssertionError, match="no fault was made"):
-        faults.count(copy, [fault], faults.ending_in_dcp)
+        damage.count(copy, [fault], damage.ending_in_dcp)
 
 
-def test_files_are_as_they_were_after_a_trial(faults, tmp_path):
-    state = faults.state_of(1)
-    copy = faults.Copy.of(faults.save_milepost, state, tmp_path)
+def test_files_are_as_they_were_after_a_trial(tmp_path):
+    state = damage.state_of(1)
+    copy = damage.Copy.of(damage.save_milepost, state, tmp_path)
     with copy.changed(dict.fromkeys(copy.whole)):
         assert not any(path.is_file() for path in tmp_path.rglob("*"))
-    target = faults.blank(state)
+    target = damage.blank(state)
     milepost.load(target, tmp_path)
-    assert faults.is_same(target, state)
+    assert damage.is_same(target, state)
 
 
-def test_a_load_that_looks_outside_is_seen_although_it_raises(targets, tmp_path):
+def test_a_load_that_looks_outside_is_seen_although_it_raises(tmp_path):
     def load(target, where):
         list((where.parent / "outside").iterdir())
         milepost.load(target, where)
@@ -117,7 +99,7 @@ def test_a_load_that_looks_outside_is_seen_although_it_raises(targets, tmp_path)
     assert found.milepost.counts == {"followed": found.milepost.trials}
 
 
-def test_a_load_that_waits_at_a_pipe_is_seen_and_let_go(targets, tmp_path):
+def test_a_load_that_waits_at_a_pipe_is_seen_and_let_go(tmp_path):
     def load(target, where):
         for path in where.rglob("*"):
             if path.is_fifo():
@@ -133,13 +115,13 @@ def test_a_load_that_waits_at_a_pipe_is_seen_and_let_go(targets, tmp_path):
 
 
 @pytest.mark.parametrize("permission", ["allow_missing", "allow_unexpected", "convert_dtype"])
-def test_a_load_that_allows_a_difference_unasked_is_silent(targets, tmp_path, permission):
+def test_a_load_that_allows_a_difference_unasked_is_silent(tmp_path, permission):
     found = targets.wrong_targets(False, tmp_path, partial(milepost.load, **{permission: True}))
     assert found.ok is False
     assert found.milepost.of("silent") > 0
 
 
-def test_a_load_that_tells_only_the_first_difference_names_them_in_part(targets, tmp_path):
+def test_a_load_that_tells_only_the_first_difference_names_them_in_part(tmp_path):
     def load(target, where):
         try:
             milepost.load(target, where)
@@ -151,7 +133,7 @@ def test_a_load_that_tells_only_the_first_difference_names_them_in_part(targets,
     assert found.milepost.of("named in part") > 0
 
 
-def test_a_load_that_changes_the_target_before_it_raises_is_noticed(targets, tmp_path):
+def test_a_load_that_changes_the_target_before_it_raises_is_noticed(tmp_path):
     def load(target, where):
         target["half"] = "touched"
         milepost.load(target, where)

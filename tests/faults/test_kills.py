@@ -4,11 +4,12 @@ import json
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from faults import kills
+from faults.processes import environment
+
 # In a process of its own: the server that forks the ranks must have what they import, and here another one may run.
 SCRIPT = """
 import importlib, json, multiprocessing, pathlib, sys
@@ -20,27 +21,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture
-def kills(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import faults_kills
-
-    return faults_kills
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("module", "numbers"), [("faults_kills", [1, 2, 3, 24]), ("faults_ranks", [21, 22, 25])])
+@pytest.mark.parametrize(("module", "numbers"), [("faults.kills", [1, 2, 3, 24]), ("faults.ranks", [21, 22, 25])])
 def test_a_few_trials_of_each_fault_keep_the_promise_and_leave_nothing(module, numbers, tmp_path):
     script, folder = tmp_path / "few.py", tmp_path / "folder"
     script.write_text(SCRIPT)
     folder.mkdir()
-    environment = {**os.environ, "PYTHONPATH": str(BENCHMARKS)}
     done = subprocess.run(
         [sys.executable, script, module, folder],
         capture_output=True,
         text=True,
         timeout=120,
-        env=environment,
+        env=environment(),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -52,13 +44,13 @@ def test_a_few_trials_of_each_fault_keep_the_promise_and_leave_nothing(module, n
     assert not list(folder.iterdir())
 
 
-def test_a_place_whose_values_belong_to_different_saves_is_mixed(kills, tmp_path):
+def test_a_place_whose_values_belong_to_different_saves_is_mixed(tmp_path):
     kills.milepost.save({**kills.target(), "n": 2}, tmp_path)
     assert kills.found_at("milepost", tmp_path) == "mixed"
     assert kills.old_or_new("milepost", tmp_path, 1, 2) == "mixed"
 
 
-def test_a_place_that_holds_less_than_what_had_ended_is_lost_and_a_damaged_one_is_unloadable(kills, tmp_path):
+def test_older_content_is_lost_and_damaged_content_is_unloadable(tmp_path):
     kills.milepost.save(kills.target(), tmp_path)
     assert kills.old_or_new("milepost", tmp_path, 0, 1) == "old"
     assert kills.old_or_new("milepost", tmp_path, 1, 2) == "lost"
@@ -67,13 +59,13 @@ def test_a_place_that_holds_less_than_what_had_ended_is_lost_and_a_damaged_one_i
     assert kills.old_or_new("milepost", tmp_path / "empty", 0, 1) == "unloadable"
 
 
-def test_an_earlier_step_that_is_gone_is_lost(kills, tmp_path):
+def test_an_earlier_step_that_is_gone_is_lost(tmp_path):
     kills.milepost.save(kills.target() | {"n": 0}, tmp_path / "1")
     assert kills.step_by_step("milepost", tmp_path, 0, 0) == kills.ALL
     assert kills.step_by_step("milepost", tmp_path, 2, 2) == "an earlier one lost"
 
 
-def test_two_winners_of_one_generation_and_a_winner_that_is_not_there_are_told(kills, tmp_path):
+def test_double_and_absent_winners_of_a_generation_are_reported(tmp_path):
     kills.milepost.save(kills.target(), tmp_path)
     good = "one winner each generation, the newest there"
     assert kills.round_ending("milepost", tmp_path, [("saved", 0, 0, 1), ("conflict", 8, 0)]) == good
@@ -82,7 +74,7 @@ def test_two_winners_of_one_generation_and_a_winner_that_is_not_there_are_told(k
     assert kills.round_ending("milepost", tmp_path, [("saved", 8, 0, 2)]) == "the newest lost"
 
 
-def test_a_rank_counts_as_named_only_where_its_own_number_stands(kills):
+def test_a_rank_counts_as_named_only_where_its_own_number_stands():
     assert kills.names("rank 2 did not come to 'saving' within 3 s", 2)
     assert kills.names("ranks 0, 2 did not come", 2)
     assert kills.names("CheckpointException ranks:dict_keys([2])", 2)
@@ -91,7 +83,7 @@ def test_a_rank_counts_as_named_only_where_its_own_number_stands(kills):
 
 
 @pytest.mark.slow
-def test_dcp_leaves_something_that_is_not_whole_when_it_is_killed_often_enough(kills, tmp_path):
+def test_dcp_killed_often_enough_leaves_a_partial_checkpoint(tmp_path):
     # One rank each: the ranks that have others import much, where the server has not.
     endings = []
     for i in range(40):

@@ -3,7 +3,6 @@
 import errno
 import os
 import re
-import sys
 from collections import Counter
 from pathlib import Path
 
@@ -11,10 +10,9 @@ import pytest
 import torch
 
 import milepost
+from faults import power
 from milepost.store import LocalStore, Store
 from milepost.testing import Crash, UnsyncedStore
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def state(number):
@@ -41,16 +39,6 @@ def lose_all(_call):
 
 def keep_all(_call):
     return True
-
-
-@pytest.fixture
-def faults_power(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import faults_power
-
-    yield faults_power
-    for name in ("faults_power", "fault_rows"):
-        sys.modules.pop(name, None)
 
 
 # The model.
@@ -225,8 +213,8 @@ def test_a_process_that_dies_within_a_save_leaves_what_it_did():
 
 
 @pytest.mark.slow
-def test_the_rows_keep_the_promise_where_they_ran(faults_power, tmp_path):
-    rows = list(faults_power.rows(False, tmp_path))
+def test_the_rows_keep_the_promise_where_they_ran(tmp_path):
+    rows = list(power.rows(False, tmp_path))
     assert {row.number for row in rows} == {6, 7, 9, 10}
     for row in rows:
         assert row.ok or "not run" in row.note, f"{row.number} {row.fault}: {row.milepost.text}"
@@ -235,21 +223,21 @@ def test_the_rows_keep_the_promise_where_they_ran(faults_power, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_without_root_it_says_so(faults_power, tmp_path, monkeypatch):
+def test_without_root_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    six, seven = faults_power._power_rows("ext4", False, tmp_path)
-    ten = faults_power._full_disk_row(False, tmp_path)
+    six, seven = power._power_rows("ext4", False, tmp_path)
+    ten = power._full_disk_row(False, tmp_path)
     for row in (six, seven, ten):
         assert row.ok is None
         assert "not run: only root may mount" in row.note
 
 
-def test_a_mount_is_undone_when_it_is_interrupted(faults_power, tmp_path):
+def test_a_mount_is_undone_when_it_is_interrupted(tmp_path):
     try:
-        with faults_power.Disk(tmp_path, "tmpfs", 1 << 20) as disk:
+        with power.Disk(tmp_path, "tmpfs", 1 << 20) as disk:
             assert os.path.ismount(disk.path)
             raise KeyboardInterrupt
-    except faults_power.NotHere as error:
+    except power.NotHere as error:
         pytest.skip(str(error))
     except KeyboardInterrupt:
         pass

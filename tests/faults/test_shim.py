@@ -4,14 +4,11 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
-
-import faults_shim
-from faults_shim import Call, read_log, violations
+from faults import shim as faults_shim
+from faults.shim import Call, read_log, violations
 
 IN_ORDER = """\
 mkdir /r/step
@@ -90,7 +87,7 @@ def test_syncing_only_data_does_not_sync_names():
     assert "name not synced" in kinds(IN_ORDER.replace("fsync /r\n", "fdatasync /r\n"))
 
 
-def test_what_was_there_before_may_be_touched_once_the_commit_is_durable_and_not_before():
+def test_old_data_is_touched_only_after_a_durable_commit():
     lines = IN_ORDER.splitlines()
     for at in range(len(lines) - 2):
         early = [*lines[:at], "unlink /r/step/old", *lines[at:]]
@@ -173,7 +170,7 @@ def test_milepost_keeps_its_promise_at_every_fault(rows, number):
 
 
 @pytest.mark.slow
-def test_milepost_never_leaves_less_than_a_whole_checkpoint_and_never_claims_one_that_is_not(rows):
+def test_milepost_leaves_and_claims_only_whole_checkpoints(rows):
     whole = ("raised, old loads", "raised, nothing there", "raised, new loads", "succeeded, whole")
     for number in (5, 11, 12):
         assert rows[number].milepost.of(*whole) == rows[number].milepost.trials, rows[number].milepost.text

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import faults  # noqa: E402
-from fault_rows import Counting, FaultRow, Tally  # noqa: E402
-from faults import Results  # noqa: E402
+from faults import run as faults
+from faults.rows import Counting, FaultRow, Tally
+from faults.run import Results
 
 
 def row(number, counts, good=("fine",), dcp=None, fault="a fault", note=""):
@@ -22,7 +19,7 @@ def row(number, counts, good=("fine",), dcp=None, fault="a fault", note=""):
 GOOD = row(2, {"fine": 3}, dcp=Tally({"lost": 2, "fine": 1}))
 BAD = row(13, {"fine": 3, "lost": 1}, note="a | b <c>")
 EMPTY = row(5, {})
-ALL = Results((GOOD, EMPTY, BAD), {7: "faults_power: faults_power is not there"}, {})
+ALL = Results((GOOD, EMPTY, BAD), {7: "faults.power: faults.power is not there"}, {})
 
 
 def module(monkeypatch, tmp_path, name, text):
@@ -32,7 +29,7 @@ def module(monkeypatch, tmp_path, name, text):
 
 
 GIVES_TWO = """
-from fault_rows import FaultRow, Tally
+from faults.rows import FaultRow, Tally
 def rows(full, folder):
     (folder / "left behind").write_text("x")
     for number in (902, 901):
@@ -53,7 +50,7 @@ def test_a_row_is_ok_only_if_every_trial_kept_the_promise():
     assert [faults.verdict(r) for r in (GOOD, BAD, EMPTY)] == ["yes", "NO", "not run"]
 
 
-def test_the_percentage_of_one_broken_promise_in_a_million_is_not_rounded_to_100():
+def test_one_failure_in_a_million_is_not_rounded_to_100_percent():
     assert faults.kept_percent(row(1, {"fine": 999_999, "lost": 1})) < 100
     assert faults.kept_percent(GOOD) == 100
     assert faults.kept_percent(EMPTY) is None
@@ -81,7 +78,7 @@ def test_the_json_has_one_object_for_each_row():
     assert {item["bar"] for item in found} == {">= 100"}
 
 
-def test_the_page_has_counts_machine_table_and_notes_and_escapes_what_would_be_markup():
+def test_page_shows_counts_machine_table_and_escaped_notes():
     text = faults.markdown(ALL, "one machine\nwith a disk", full=True)
     assert text.startswith("# Faults\n")
     assert "7 trials of Milepost" in text
@@ -134,7 +131,7 @@ def test_every_number_of_the_table_belongs_to_a_module():
 
 
 def test_a_row_that_nobody_knows_is_an_error_of_the_call():
-    command = [sys.executable, str(BENCHMARKS / "faults.py"), "--rows", "99"]
+    command = [sys.executable, str(Path(faults.__file__)), "--rows", "99"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no row 99" in done.stderr

@@ -218,7 +218,7 @@ def indices(draw: st.DrawFn, shape: Shape) -> Any:
 
 @examples(150)
 @given(st.data(), st.integers(1, 6))
-def test_an_open_checkpoint_reads_any_slice_of_any_tensor_without_the_ranks_that_saved_it(data, savers):
+def test_open_checkpoint_reads_any_slice_alone(data, savers):
     drawn = [data.draw(cases(key, savers, 1)) for key in "ab"]
     store = milepost.store.MemoryStore()
     run_ranks(savers, lambda comm: save(store, comm, drawn))
@@ -258,7 +258,7 @@ def test_no_byte_is_written_twice_whatever_the_replicas(data, savers):
 
 @examples(8)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
-def test_tensors_of_many_blocks_and_parts_are_saved_and_loaded_byte_for_byte(data, savers, loaders):
+def test_tensors_of_many_blocks_come_back_byte_for_byte(data, savers, loaders):
     shape = data.draw(st.sampled_from([(600, 1100), (5, 7, 20000), (700_001,)]))
     drawn = [data.draw(cases(key, savers, loaders, shape)) for key in "ab"]
     store = milepost.store.MemoryStore()
@@ -318,7 +318,7 @@ NESTED = st.recursive(
 @given(st.dictionaries(st.sampled_from(NASTY), NESTED, max_size=6))
 @example({"": 5})
 @example({"a.b": 5, "a": {"b": 5}, "a\\.b": 5})
-def test_a_state_with_any_keys_comes_back_with_every_tensor_and_value_in_its_place(shape):
+def test_state_with_any_keys_comes_back_in_place(shape):
     state = filled(shape, iter(range(1, 100)))
     store = milepost.store.MemoryStore()
     milepost.save(state, store)
@@ -368,7 +368,7 @@ def test_a_key_that_json_cannot_carry_comes_back_or_is_refused_as_such():
     assert same(milepost.open(store).state(), state)
 
 
-def test_paths_of_two_ranks_that_read_alike_are_two_tensors_or_refused_with_both_ranks_named():
+def test_paths_that_read_alike_are_kept_apart_or_refused():
     store = milepost.store.MemoryStore()
 
     def work(comm: Comm) -> None:
@@ -399,7 +399,7 @@ def test_ranks_that_list_equal_boxes_in_another_order_hold_equal_replicas():
 
 @examples(40)
 @given(st.data(), st.integers(2, 5))
-def test_a_replica_that_differs_in_one_bit_is_an_error_that_names_the_key_and_nothing_is_committed(data, world):
+def test_replica_differing_in_one_bit_fails_the_save_by_key(data, world):
     shape = data.draw(shapes(max_dims=2, max_size=6).filter(math.prod))
     cuts = tuple(data.draw(st.none() | st.builds(Cut, st.integers(0, len(shape) - 1))) if shape else None for _ in "xy")
     grid = Grid(Mesh.of((world, 2), tuple(data.draw(st.permutations(range(2 * world))))), (None, cuts[1]))

@@ -154,7 +154,7 @@ def load_while_one_sends_nothing(rank, where):
     assert rank == 1 or time.monotonic() - start < 3.5
 
 
-def load_while_the_lead_cannot_send(rank, where):
+def load_while_the_coordinator_cannot_send(rank, where):
     def fail(*_, **__):
         raise RuntimeError("the network is gone")
 
@@ -175,7 +175,7 @@ def load_different(rank, where):
 
 
 @pytest.mark.timeout(180)
-def test_an_error_on_a_reader_or_a_receiver_reaches_all_and_different_wishes_are_not_shared(tmp_path):
+def test_shared_read_error_reaches_all_ranks(tmp_path):
     milepost.save(whole(), tmp_path)
     spawn(3, load_with_trouble, tmp_path)
     spawn(3, load_while_one_sends_nothing, tmp_path)
@@ -190,9 +190,9 @@ def test_an_error_on_a_reader_or_a_receiver_reaches_all_and_different_wishes_are
 
 
 @pytest.mark.timeout(120)
-def test_ranks_that_wait_for_a_message_are_back_in_time_to_hear_why_it_does_not_come(tmp_path):
+def test_waiting_ranks_hear_why_no_message_comes(tmp_path):
     milepost.save(whole(), tmp_path)
-    spawn(3, load_while_the_lead_cannot_send, tmp_path)
+    spawn(3, load_while_the_coordinator_cannot_send, tmp_path)
 
 
 def test_sharing_is_agreed_on_only_where_every_member_has_the_same_plan():

@@ -93,7 +93,7 @@ def test_flat_and_nested_again_are_what_torch_makes_of_them(state):
 
 @examples(300)
 @given(states(tuples=True), st.sampled_from(["now", "2.4", "2.3"]))
-def test_values_set_by_their_paths_into_an_equal_state_stand_where_they_stood_under_keys_of_the_same_type(state, era):
+def test_values_set_by_path_keep_their_place_and_key_type(state, era):
     try:
         flat, mapping = flatten_state_dict(state, era)
     except ValueError:
@@ -180,7 +180,7 @@ def test_other_mappings_are_entered_and_filled():
 
 
 @pytest.mark.parametrize("path", [("a", "b"), ("a", 0), ("l", "b"), ("l", -1), ("l", 2**40), ("t", "b"), ("w", "b")])
-def test_a_path_that_leads_through_something_else_is_refused_and_changes_nothing(path):
+def test_path_through_a_leaf_is_refused_and_changes_nothing(path):
     state = {"a": 5, "l": [1], "t": (1,), "w": TENSORS[0]}
     with pytest.raises(KeyError):
         set_element(state, path, "new")

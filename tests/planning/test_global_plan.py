@@ -74,7 +74,7 @@ def plans_of_ranks(draw):
 
 @examples(200)
 @given(plans_of_ranks(), st.booleans())
-def test_each_item_is_written_once_by_a_rank_that_holds_it_and_the_input_stays_as_it_was(plans, lowest):
+def test_each_item_is_written_once_by_a_holder(plans, lowest):
     before = pickle.dumps(plans)
     result = dedup_save_plans(plans, lowest)
     assert pickle.dumps(plans) == before
@@ -113,7 +113,7 @@ def test_what_only_one_rank_holds_counts_before_the_rest_is_given_out():
     assert [[item.index.fqn for item in plan.items] for plan in result] == [["own"], ["a", "b"]]
 
 
-def test_large_items_are_given_out_first_so_that_small_ones_even_out_the_rest():
+def test_large_items_are_assigned_before_small_ones():
     items = [whole("a", 10), whole("b", 10), whole("c", 20)]
     loads = [sum(item.tensor_storage_size() for item in plan.items) for plan in dedup_save_plans([SavePlan(items)] * 2)]
     assert loads == [80, 80]
@@ -283,7 +283,7 @@ def test_plans_are_equal_only_if_they_write_the_same():
     assert not compare_save_plans(plan, dataclasses.replace(plan, usable=False))
 
 
-def test_a_plan_that_changed_stands_in_for_the_old_one_and_storage_speaks_for_this_save():
+def test_changed_plan_replaces_the_old_one_for_this_save():
     old = [SavePlan([value("a")], "old"), SavePlan([value("b")], "old"), SavePlan([value("c")], "old")]
     unchanged = SavePlan([], usable=False)
     delta = [unchanged, SavePlan([value("d")]), dataclasses.replace(unchanged, storage_data="new")]

@@ -101,7 +101,7 @@ def test_reads_are_those_of_torch_and_fill_every_wanted_element_once(data, shape
 
 
 @pytest.mark.parametrize("shape", [(2000, 3), (2000, 100_000), (100_000, 2000)])
-def test_many_boxes_are_not_compared_each_with_each_however_long_the_other_dimension_is(monkeypatch, shape):
+def test_many_boxes_are_not_compared_pairwise(monkeypatch, shape):
     count = 2000
     dim = shape.index(2000)
     rows = [Box.whole(shape).narrow(dim, i, 1) for i in range(count)]
@@ -194,7 +194,7 @@ def test_what_is_not_there_is_named():
         create_chunk_list("text")
 
 
-def test_the_boxes_of_a_sharded_tensor_are_found_by_offset_whatever_the_hint_says():
+def test_sharded_boxes_are_found_by_offset_not_by_hint():
     parts = {(0,): torch.zeros(2), (4,): torch.ones(2)}
     value = Sharded((6,), parts)
     items = create_write_items("s", value)
@@ -204,7 +204,7 @@ def test_the_boxes_of_a_sharded_tensor_are_found_by_offset_whatever_the_hint_say
             assert find_shard(value, MetadataIndex("s", offset, hint)).data_ptr() == part.data_ptr()
 
 
-def test_a_box_without_elements_does_not_hide_the_one_that_starts_in_the_same_place():
+def test_empty_box_does_not_hide_one_at_the_same_offset():
     value = Sharded((4,), {(4,): torch.zeros(0)}, torch.float32)
     assert create_write_items("s", value) == []
     assert create_chunk_list(value) == []
@@ -334,7 +334,7 @@ def _work(rank):
     return found, expected, (meta.device.type, meta.to_local().device.type, meta.placements, tuple(meta.shape))
 
 
-def test_every_kind_of_tensor_on_two_ranks_gives_the_boxes_that_torch_gives_and_its_data():
+def test_every_tensor_kind_gives_the_boxes_and_data_of_torch():
     results = spawn(2, _work)
     whole, uneven = torch.arange(24.0).reshape(6, 4), torch.arange(3.0)
     wholes = {"one": torch.arange(1.0), "uneven": uneven, "elsewhere": torch.zeros(2), "empty": torch.zeros(0, 4)}

@@ -101,7 +101,7 @@ def test_properties_are_those_that_torch_finds():
 
 
 @pytest.mark.parametrize("role", [SavePlanner, LoadPlanner, StorageWriter, StorageReader])
-def test_a_role_that_is_not_filled_completely_is_refused_and_told_what_is_missing(role):
+def test_incomplete_role_is_refused_with_what_is_missing(role):
     needed = sorted(role.__abstractmethods__)
     filled = {name: lambda self, *args, **kwargs: None for name in needed}
     for left_out in needed:

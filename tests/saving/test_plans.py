@@ -216,7 +216,7 @@ def test_a_hundred_ranks_save_and_load_with_explicit_boxes_and_grids():
     assert torch.equal(state["grid"], expected)
 
 
-def test_a_manifest_too_large_to_travel_is_read_by_each_rank_and_must_be_the_same():
+def test_each_rank_reads_a_manifest_too_large_to_send():
     store, other = milepost.store.MemoryStore("memory://same"), milepost.store.MemoryStore("memory://same")
     many = {f"layers.{i}.weight": torch.full((1,), float(i)) for i in range(1000)}
     milepost.save(many, store)

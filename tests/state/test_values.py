@@ -169,7 +169,7 @@ def test_equal_sets_are_spelled_alike_whatever_the_order_of_their_making(items, 
 
 @examples(100)
 @given(st.integers() | st.integers(2**53 - 3, 2**53 + 3).flatmap(lambda n: st.sampled_from([n, -n])))
-def test_no_number_in_the_json_is_larger_than_every_reader_of_json_keeps_exactly(value):
+def test_numbers_in_the_json_are_exact_for_every_reader(value):
     spelled_out = Codec().encode(value, "k")
     assert sent(value) == value
     assert isinstance(spelled_out, dict) == (abs(value) > 2**53)

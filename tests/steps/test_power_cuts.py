@@ -60,7 +60,7 @@ def steps_in(found):
 
 
 @pytest.mark.parametrize("hard_links", [True, False])
-def test_a_save_over_a_step_leaves_the_old_or_the_new_and_never_a_manifest_without_its_data(hard_links):
+def test_save_over_a_step_leaves_the_old_or_the_new_whole(hard_links):
     store = UnsyncedStore(hard_links=hard_links)
     keeper = Checkpointer(store)
     ends = [0]
@@ -94,7 +94,7 @@ def test_a_step_that_retention_removed_is_whole_or_not_listed():
     assert seen == {(1,), (1, 2), (2,), (2, 3), (3,)}
 
 
-def test_a_step_that_was_removed_by_hand_is_gone_once_the_call_has_returned():
+def test_removed_step_stays_gone_after_a_power_cut():
     store = UnsyncedStore()
     keeper = Checkpointer(store)
     for step in (1, 2):
@@ -114,7 +114,7 @@ def test_a_step_that_was_removed_by_hand_is_gone_once_the_call_has_returned():
 
 
 @pytest.mark.parametrize("saved_next", [2, 3])
-def test_a_removal_that_died_anywhere_and_was_finished_by_another_save_survives_a_power_cut(saved_next):
+def test_removal_finished_by_another_save_survives_a_power_cut(saved_next):
     """Into the very step that was being removed, or into another."""
 
     def prepared():
@@ -175,7 +175,7 @@ class Interrupted(CountingStore):
                 other.remove(2) if self.what == "remove" else other.save(state(7), 2)
 
 
-def test_whoever_finishes_a_removal_syncs_it_though_the_manifest_is_gone_already():
+def test_finishing_a_removal_syncs_it_without_a_manifest():
     """The one that deleted the manifest died before its sync; so a power cut could still bring it back."""
     store = UnsyncedStore()
     Checkpointer(store).save(state(1), 1)

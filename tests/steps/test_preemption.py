@@ -103,7 +103,7 @@ def runs(draw):
 
 
 @pytest.mark.usefixtures("hurried")
-def test_all_ranks_stop_at_the_same_step_however_their_steps_and_signals_fall():
+def test_all_ranks_stop_at_the_same_step():
     stopped = []
 
     @settings(max_examples=60, deadline=None, database=None)
@@ -181,7 +181,7 @@ def until_stopped(guard):
 
 @pytest.mark.usefixtures("hurried")
 @pytest.mark.parametrize("gone", [0, 2])
-def test_a_rank_that_never_came_is_named_and_nobody_waits_for_longer_than_the_deadline(gone):
+def test_absent_rank_is_named_within_the_deadline(gone):
     def work(comm):
         if comm.rank == gone:
             return

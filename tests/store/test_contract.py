@@ -169,7 +169,7 @@ def test_without_hard_links_a_name_that_another_has_claimed_is_taken(tmp_path, m
     assert list(store.list("")) == [f"name{CLAIM}"], "which is not ours to remove"
 
 
-def test_who_finds_its_temporary_file_swept_by_whoever_took_the_name_is_told_that_it_is_taken(tmp_path, monkeypatch):
+def test_writer_with_a_swept_temporary_file_finds_the_name_taken(tmp_path, monkeypatch):
     link = os.link
 
     def late(temporary, path):

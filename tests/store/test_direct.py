@@ -1,77 +1,26 @@
-"""The local store writes and reads the right bytes by whatever way they go: past the page cache, through it, in pieces."""
+"""The local store writes the right bytes past the page cache, through it, and in pieces; errors say what and where."""
 
 import ctypes
 import errno
 import gc
-import mmap
 import os
 import shutil
 import tempfile
 import threading
-from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from random import Random
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import milepost
-from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.store import LocalStore, linux, local
+from tests.store.direct_files import NAME, PAGE, aligned, content, does_direct, path_of, read, write_blocks
 from tests.strategies import examples
 
-NAME = "data/file"
 FROM = local._DIRECT_FROM_BYTES
-PAGE = PAGE_BYTES
-
-
-def content(size, seed=0):
-    return np.random.default_rng(seed).bytes(size)
-
-
-def aligned(data, shift=0):
-    """The same bytes in memory that starts `shift` bytes behind a page boundary."""
-    memory = memoryview(mmap.mmap(-1, len(data) + shift + 1))[shift : shift + len(data)]
-    memory[:] = data
-    return memory
-
-
-def path_of(store):
-    return store.root / NAME
-
-
-def read(store, offset=0, length=None):
-    reader = store.reader(NAME)
-    buffer = bytearray(reader.size_bytes - offset if length is None else length)
-    reader.read(offset, [memoryview(buffer)])
-    reader.close()
-    return bytes(buffer)
-
-
-def does_direct(folder):
-    with tempfile.TemporaryFile(dir=folder) as file:
-        handle = linux.direct_handle(file.fileno(), os.O_RDONLY)
-    if handle is not None:
-        os.close(handle)
-    return handle is not None
-
-
-@pytest.fixture
-def store(tmp_path):
-    """A store whose files all go past the cache, where the file system can do that."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(local, "_DIRECT_FROM_BYTES", 1)
-        yield LocalStore(tmp_path)
-
-
-@pytest.fixture
-def direct(store):
-    if not does_direct(store.root):
-        pytest.skip("no direct I/O on this file system")
-    return store
 
 
 # ---- any writes give the file
@@ -99,7 +48,7 @@ def views_of(data, kind, rng):
 
 @examples(60)
 @given(st.data(), st.integers(0, 40 * PAGE), st.booleans(), st.integers(0, 999))
-def test_writes_in_any_order_from_several_threads_and_any_memory_give_the_file(data, size, direct, seed):
+def test_writes_in_any_order_and_memory_give_the_file(data, size, direct, seed):
     whole, rng = content(size, seed), Random(seed)
     kinds = st.sampled_from(["aligned", "unaligned", "bytes", "bytearray", "views"])
     jobs = [(start, stop, data.draw(kinds)) for start, stop in data.draw(ranges(size))]
@@ -139,7 +88,7 @@ def test_only_large_files_go_past_the_cache_and_only_if_they_may(tmp_path, size,
     assert path_of(store).read_bytes() == whole
 
 
-def test_only_what_is_aligned_goes_past_the_cache_and_the_rest_does_not_stop_it(direct, monkeypatch):
+def test_only_aligned_data_goes_past_the_cache(direct, monkeypatch):
     calls, pwrite = [], os.pwrite
 
     def record(handle, data, offset):
@@ -206,15 +155,6 @@ def test_on_tmpfs_nothing_is_copied_to_be_aligned(tmpfs):
 # ---- file systems that refuse, or do less than they were asked for
 
 
-def write_blocks(store, whole, block=16 * PAGE):
-    """Write as a save does: a header from bytes, blocks from aligned memory, a short table."""
-    writer = store.writer(NAME, len(whole))
-    writer.write(0, [whole[:PAGE]])
-    for start in range(PAGE, len(whole), block):
-        writer.write(start, [aligned(whole[start : start + block])])
-    return writer
-
-
 def test_where_direct_io_is_refused_at_open_all_goes_through_the_cache(store, monkeypatch):
     monkeypatch.setattr(linux, "direct_handle", lambda *_: None)
     whole = content(100 * PAGE + 77)
@@ -230,7 +170,7 @@ def test_where_direct_io_is_refused_at_open_all_goes_through_the_cache(store, mo
 
 @pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP])
 @pytest.mark.parametrize("at", [1, 3])
-def test_where_direct_io_is_refused_at_a_write_the_rest_goes_through_the_cache(direct, monkeypatch, at, number):
+def test_direct_io_refused_at_a_write_falls_back_to_the_cache(direct, monkeypatch, at, number):
     calls, pwrite = [], os.pwrite
 
     def refuse(handle, data, offset):
@@ -434,14 +374,14 @@ def test_without_room_the_save_ends_before_it_writes_and_leaves_nothing(store, m
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
-def test_a_file_larger_than_the_file_system_can_hold_is_refused_by_a_real_one(store):
+def test_file_too_large_for_the_file_system_is_refused(store):
     with pytest.raises(milepost.StorageError, match=str(path_of(store))) as caught:
         store.writer(NAME, 2**62)
     assert caught.value.errno in (errno.EFBIG, errno.ENOSPC)
     assert not path_of(store).exists()
 
 
-def test_a_file_that_became_shorter_is_an_error_and_its_holes_read_as_zeros(store):
+def test_shortened_file_is_an_error_and_holes_read_as_zeros(store):
     write_blocks(store, content(20 * PAGE)).commit()
     reader = store.reader(NAME)
     reader.is_cold(0, PAGE)
@@ -453,80 +393,6 @@ def test_a_file_that_became_shorter_is_an_error_and_its_holes_read_as_zeros(stor
     block = aligned(b"x" * 10 * PAGE)
     reader.read_cold(10 * PAGE, block)
     assert not any(block)
-
-
-# ---- reading past the cache
-
-
-def drop_cache(path):
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-@contextmanager
-def kept_file(size, seed):
-    with tempfile.TemporaryDirectory() as folder:
-        store, whole = LocalStore(folder), content(size, seed)
-        writer = store.writer(NAME, size, direct=False)
-        writer.write(0, [whole])
-        writer.commit()
-        yield store, whole
-
-
-@examples(40)
-@given(st.data(), st.integers(1, 30 * PAGE), st.booleans(), st.booleans())
-def test_cold_reads_give_the_same_bytes_as_others(data, size, ask, drop):
-    with kept_file(size, size) as (store, whole):
-        if drop:
-            drop_cache(path_of(store))
-        reader = store.reader(NAME)
-        if ask:
-            reader.is_cold(0, size)
-        for _ in range(4):
-            start = data.draw(st.integers(0, (size - 1) // PAGE)) * PAGE
-            length = data.draw(st.integers(0, size - start) | st.just(size - start))
-            block = aligned(bytes(length))
-            reader.read_cold(start, block)
-            assert block == whole[start : start + length] == read(store, start, length)
-        reader.close()
-
-
-def test_what_was_just_written_is_warm_and_what_was_dropped_is_cold():
-    with kept_file(512 * KIB, 1) as (store, whole):
-        reader = store.reader(NAME)
-        assert not reader.is_cold(0, len(whole))
-        assert not reader.is_cold(100 * PAGE, PAGE)
-        assert not reader.is_cold(len(whole), PAGE), "behind the end there is nothing to get"
-        drop_cache(path_of(store))
-        if not reader.is_cold(0, len(whole)):
-            pytest.skip("this file system keeps its pages, or does no direct I/O")
-        block = aligned(bytes(len(whole)))
-        reader.read_cold(0, block)
-        assert block == whole
-        assert reader.is_cold(0, len(whole)), "it went past the cache"
-        reader.read(0, [block])
-        assert not reader.is_cold(0, len(whole))
-        reader.close()
-        assert not reader.is_cold(0, len(whole))
-
-
-def test_what_went_past_the_cache_is_cold(direct):
-    write_blocks(direct, content(100 * PAGE)).commit()
-    assert direct.reader(NAME).is_cold(PAGE, 90 * PAGE)
-
-
-def test_a_reader_that_is_forgotten_closes_its_files_and_mappings(store):
-    write_blocks(store, content(20 * PAGE)).commit()
-    gc.collect()
-    handles = len(os.listdir("/proc/self/fd"))
-    readers = [store.reader(NAME) for _ in range(20)]
-    for reader in readers:
-        reader.is_cold(0, PAGE)
-    assert len(os.listdir("/proc/self/fd")) >= handles + 20
-    del reader, readers
-    assert len(os.listdir("/proc/self/fd")) == handles
-    assert str(path_of(store)) not in Path("/proc/self/maps").read_text()
 
 
 def test_a_writer_closes_its_files_whether_it_commits_or_aborts(store):

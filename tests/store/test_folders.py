@@ -34,7 +34,7 @@ def test_a_failed_first_save_leaves_no_folder_that_it_made(tmp_path, full_disk, 
     assert everything_in(tmp_path) == []
 
 
-def test_a_file_that_cannot_be_created_leaves_no_folder_that_was_made_for_it(tmp_path):
+def test_failed_file_leaves_no_folder_made_for_it(tmp_path):
     with pytest.raises(milepost.StorageError, match="File name too long"):
         LocalStore(tmp_path / "runs" / "a").writer("data/" + 300 * "x", 8)
     assert everything_in(tmp_path) == []
@@ -115,7 +115,7 @@ def test_a_save_that_ranks_disagree_on_leaves_at_most_empty_folders(tmp_path):
     assert milepost.open(tmp_path / "a")["n"] == 1
 
 
-def test_stores_that_make_and_remove_one_folder_all_the_while_do_not_disturb_each_other(tmp_path):
+def test_stores_sharing_a_folder_do_not_disturb_each_other(tmp_path):
     """A file that is created is there when `writer` returns, though others remove the folders that they leave empty."""
     problems, start = [], threading.Barrier(4)
 

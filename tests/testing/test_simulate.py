@@ -30,7 +30,7 @@ def state(grid, rank):
 
 
 @pytest.mark.parametrize("kind", list(GRIDS))
-def test_what_is_written_said_and_kept_is_what_a_real_save_writes_says_and_keeps(kind):
+def test_simulated_save_matches_a_real_save(kind):
     grid, store, board = GRIDS[kind], milepost.store.MemoryStore(), MemoryBoard()
     plans = [milepost.Plans() for _ in range(WORLD)]
     simulated = simulate_save(WORLD, rows(grid))
@@ -71,7 +71,7 @@ def test_what_each_rank_would_read_is_what_explain_says(saved, loaded):
         assert load.read_bytes >= load.needed_bytes
 
 
-def test_sixteen_thousand_ranks_are_planned_and_resharded_to_twelve_thousand():
+def test_simulator_reshards_16384_ranks_to_12288():
     shape = (16384, 4096)
     save = simulate_save(16384, [TensorRow("w", "bfloat16", shape, "tensor", on_mesh((16384,), [0]))] * 1)
     assert save.bytes_written(5) == 8192

@@ -1,5 +1,6 @@
 """A save that goes on in the background, as its caller sees it."""
 
+import atexit
 import logging
 import threading
 from collections.abc import Callable
@@ -13,7 +14,14 @@ _log = logging.getLogger("milepost")
 class PendingSave:
     """A save under way. Every rank has one; all of them end with the same receipt, or the same error.
 
-    An error that nobody asked for is raised by the next save, or by `close`, of whoever made this one.
+    An error that the caller never asks for is not lost: the next save of the same saver raises it, or its `close`, and
+    what is still left at the end of the program is logged there.
+
+    >>> pending = milepost.async_save({"step": 1}, "memory://pending")
+    >>> pending.result().generation
+    1
+    >>> pending.done()
+    True
     """
 
     def __init__(self, url: str, staged: threading.Event, unread: threading.Event | None = None) -> None:
@@ -35,106 +43,120 @@ class PendingSave:
         return self._staged.is_set()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the state may be changed again. Raises what went wrong until then, or TimeoutError."""
+        """Return when the state may be changed again. Raises the error of a save that has failed, or TimeoutError."""
         if not self._staged.wait(timeout_s):
             raise TimeoutError(f"the state is not copied yet, after {timeout_s} s; it is being saved to {self.url}")
         if self.done():
             self._raise_error()
 
     def done(self) -> bool:
-        """Whether it has ended, well or not."""
+        """Whether the save has ended, with a receipt or with an error."""
         return self._done.is_set()
 
     def result(self, timeout_s: float | None = None) -> Receipt:
-        """What was committed, once it is and survives power loss. Raises what went wrong, on any rank, or TimeoutError."""
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the save to {self.url} has not ended after {timeout_s} s; it goes on")
+        """Wait, and give the receipt: the checkpoint is committed and survives power loss.
+
+        Raises the error of the save, whichever rank met it, or TimeoutError.
+        """
+        self._wait_done(timeout_s, "it goes on")
         self._raise_error()
         assert self._receipt is not None
         return self._receipt
 
     def exception(self, timeout_s: float | None = None) -> BaseException | None:
-        """What went wrong, or None, once it has ended. Raises TimeoutError."""
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the save to {self.url} has not ended after {timeout_s} s; it goes on")
-        self._told = True
+        """Wait, and give the error of the save, or None if it succeeded. Raises TimeoutError."""
+        self._wait_done(timeout_s, "it goes on")
+        self.mark_told()
         return self._error
 
     def cancel(self, timeout_s: float | None = None) -> bool:
-        """Stop it, on all ranks, and wait until it has ended. True if nothing of it remains; False if it was committed.
+        """Stop the save on all ranks, and wait for its end. True if nothing of it remains; False if it was committed.
 
-        One rank is enough; the others raise SaveCancelled. Raises TimeoutError if it does not end in time, and what went
-        wrong if it failed for another reason.
+        One rank is enough; the others raise SaveCancelled. Raises TimeoutError if the save does not end in time, and
+        its error if it failed for another reason.
         """
         self.cancelled.set()
-        if not self._done.wait(timeout_s):
-            raise TimeoutError(f"the save to {self.url} has not ended after {timeout_s} s; it will")
+        self._wait_done(timeout_s, "it will")
         if self._error is None:
             return False
         if not _is_cancellation(self._error):
             self._raise_error()
-        self._told = True
+        self.mark_told()
         return True
 
     def add_done_callback(self, call: Callable[["PendingSave"], None]) -> None:
-        """Call this, in the background, when it has ended; at once if it has."""
+        """Call this with the save when it has ended, in the thread that saves; at once if it has ended already."""
         with self._lock:
             if not self.done():
                 self._callbacks.append(call)
                 return
         call(self)
 
-    # For whoever runs it.
+    # For the saver that runs it.
 
     def join_reading(self) -> None:
-        """Return when nobody reads the state any more; a copy of it on its way to host memory does not count."""
+        """Return when the state is no longer read; a copy of it on its way to host memory does not count."""
         self._unread.wait()
 
     def join(self) -> None:
-        """Return when it has ended."""
+        """Return when the save has ended."""
         self._done.wait()
 
     def end(self, receipt: Receipt | None, error: BaseException | None) -> None:
-        """It has ended, with one or the other."""
-        self._receipt, self._error = receipt, error
+        """Note that the save has ended, with one or the other."""
         with self._lock:
+            self._receipt, self._error = receipt, error
+            if error is not None and not self._told:
+                # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
+                atexit.register(self._report)
             self._done.set()
             self._staged.set()
             self._unread.set()
         for call in self._callbacks:
             try:
                 call(self)
-            except Exception:  # noqa: BLE001  # the others want to know too
-                _log.warning("what should be called at the end of the save to %s failed", self.url, exc_info=True)
+            except Exception:  # noqa: BLE001  # the other callbacks must run too
+                _log.warning("a callback at the end of the save to %s failed", self.url, exc_info=True)
 
     def mark_told(self) -> None:
-        """Its error was raised somewhere else."""
-        self._told = True
+        """Note that the caller knows the error, or will see it raised elsewhere."""
+        with self._lock:
+            if self._error is not None and not self._told:
+                atexit.unregister(self._report)
+            self._told = True
 
     @property
     def under_way(self) -> bool:
-        """Whether it has not ended; what only takes part to fail, and told that already, does not count."""
+        """Whether the save has not ended. A rank that joined only to report its failure is not counted."""
         return not self.done() and not self._told
 
     @property
     def error(self) -> BaseException | None:
-        """What went wrong, if it did; looking here does not count as asking."""
+        """The error, if the save failed. Looking here does not count as asking."""
         return self._error
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was committed, if it was."""
+        """The receipt, if the save was committed."""
         return self._receipt
 
     @property
     def untold_error(self) -> BaseException | None:
-        """What went wrong, if it has ended and nobody has asked."""
+        """The error, if the save has failed and the caller has not asked."""
         return self._error if self.done() and not self._told else None
 
+    def _wait_done(self, timeout_s: float | None, outlook: str) -> None:
+        if not self._done.wait(timeout_s):
+            raise TimeoutError(f"the save to {self.url} has not ended after {timeout_s} s; {outlook}")
+
     def _raise_error(self) -> None:
-        self._told = True
+        self.mark_told()
         if self._error is not None:
             raise self._error
+
+    def _report(self) -> None:
+        """At the end of the interpreter: log the error that the caller never asked for."""
+        _log.error("the save to %s failed in the background: %s", self.url, self._error, exc_info=self._error)
 
 
 def _is_cancellation(error: BaseException) -> bool:

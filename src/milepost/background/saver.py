@@ -1,268 +1,385 @@
 """Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
 
-import atexit
 import logging
 import os
 import pickle
 import threading
-import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NoReturn, TypeVar
+from types import TracebackType
+from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
 
 import torch
+import torch.distributed as dist
 
 from milepost.background.pending import PendingSave
-from milepost.background.process.client import start
-from milepost.background.process.peers import Writers, is_broken
+from milepost.background.process.peers import is_broken
+from milepost.background.process.supervisor import WriterSupervisor
+from milepost.background.save_thread import run_in_thread
 from milepost.background.staging import Owned, Stager, Staging, Way
-from milepost.comm import Comm, Phase, together, told
+from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, together
+from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
-from milepost.data.transfer import check_cancelled
-from milepost.errors import InvalidRequest, SaveInFlight, WriterDied
-from milepost.saving.describe import Described
-from milepost.saving.pipeline import Receipt, SaveOptions, save_state
-from milepost.store import Store
+from milepost.core.wire import Wire
+from milepost.errors import InvalidRequest, SaveInFlight
+from milepost.planning.protocol import SavePlanner, StorageWriter
+from milepost.planning.protocol_run import place_of
+from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
+from milepost.planning.route_run import save_with_planner, writer_at
+from milepost.saving.describe import Described, describe
+from milepost.saving.options import SaveKeywords, SaveOptions, make_options, one_of
+from milepost.saving.pipeline import Receipt
+from milepost.store import Location, Store, store_at
+from milepost.store.location import required
 
 _log = logging.getLogger("milepost")
 Background = Literal["thread", "process"]
 WhenBusy = Literal["wait", "refuse"]
 T = TypeVar("T")
-_BUSY = b"busy"
+_WAYS = ("auto", "host", "device", "overlap")
+_ASKING = Announcement("asking whether a save is under way", Wire(bool))
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class SaveWork:
     """What to save. `describing` is called before the call returns; `then` at the end of the save, on every rank."""
 
     store: Store
     options: SaveOptions
     describing: Callable[[Comm], Described]
-    then: Callable[[Comm], None] | None = None
+    then: Then | None = None
 
 
-class BackgroundSaver:
-    """Does one save at a time in the background, and keeps for the next what took time to make.
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of `save`, with its options checked. `wrong`: what is wrong with them, which all ranks have to hear."""
 
-    Every rank makes the same calls. `comm`: the ranks; what happens in the background they discuss aside.
+    state: Any
+    path: Location | None
+    options: SaveOptions
+    way: Way
+    optimizers: Sequence[torch.optim.Optimizer]
+    then: Then | None
+    wrong: Exception | None
+
+
+class AsyncSaver:
+    """Saves in the background, one at a time. Keeps for the next save what takes time to make: memory, and a process.
+
+    Every rank makes one, with the same arguments, and makes the same calls.
+
+    `background`: "thread", or "process": one with low priority that Python's lock does not slow down. It finishes the
+    checkpoint even if this process is killed, once `staged()` is true.
+    `stage`: how the state is copied. "host": into host memory, before the call returns. "device": on the GPU, and from
+    there to host memory in the background. "overlap": the call returns at once, and the copy is made while the next
+    forward and backward run. The state must not change before `wait_staged()`. With `optimizer=`, `step` waits by
+    itself, and what the optimizer does not own is copied before the call returns. "auto": "device" if the GPU has room
+    (for two copies before the first such save, so that later ones find it too), else "overlap" if there is an
+    `optimizer=`, else "host".
+    `staging_bytes`: the most host memory for copies; by default what is free. What does not fit is written first, from
+    where it is, while the caller waits.
+    `when_busy`: what a save does while another is under way: "wait", or "refuse" (raise SaveInFlight, on all ranks).
+    `process_group`, `timeout_s`: as for `milepost.save`. Nothing in the background uses the process group.
+
+    Raises InvalidRequest for arguments that are wrong.
+
+    >>> with milepost.AsyncSaver() as saver:
+    ...     pending = saver.save({"step": 1}, "memory://saver")
+    ...     receipt = pending.result()
+    >>> milepost.open("memory://saver")["step"]
+    1
     """
 
-    def __init__(self, comm: Comm, background: Background, limit_bytes: int | None, when_busy: WhenBusy) -> None:
-        self._front, self._background, self._when_busy = comm, background, when_busy
-        self._comm, self._asking = comm.secondary(), comm.secondary()
-        self._stager = Stager(shared=background == "process", limit_bytes=limit_bytes)
-        # It takes some seconds to start: so it begins now.
-        self._link = start() if background == "process" else None
-        self._writers: Writers | None = None
-        self._starts = 0
+    def __init__(
+        self,
+        *,
+        background: Background = "thread",
+        stage: Way = "auto",
+        staging_bytes: int | None = None,
+        when_busy: WhenBusy = "wait",
+        process_group: "dist.ProcessGroup | Comm | None" = None,
+        timeout_s: float = TIMEOUT_S,
+    ) -> None:
+        self._background: Background = one_of("background", background, ("thread", "process"))
+        self._when_busy: WhenBusy = one_of("when_busy", when_busy, ("wait", "refuse"))
+        self._stage: Way = one_of("stage", stage, _WAYS)
+        if staging_bytes is not None and staging_bytes < 0:
+            raise InvalidRequest(f"staging_bytes is not negative, as {staging_bytes} is")
+        ranks = ranks_of(process_group, timeout_s)
+        # Apart from the calls in front. The process group is not kept: it may be destroyed before this saver is closed.
+        self._comm, self._asking = ranks.secondary(), ranks.secondary()
+        in_process = background == "process"
+        self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
+        self._processes = (
+            WriterSupervisor(self._comm, address_for(ranks.group), self._stager.arena) if in_process else None
+        )
         self._current: PendingSave | None = None
         self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
         self._closed = False
         self._process = os.getpid()
         self.plans = Plans()
 
-    def prewarm(self, describing: Callable[[Comm], Described]) -> None:
-        """Make the memory that a state needs, and start the process. Every rank calls it, and waits for the others."""
+    def save(
+        self,
+        state: Any,
+        path: Location | None = None,
+        *,
+        stage: Way | None = None,
+        optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
+        planner: SavePlanner | None = None,
+        storage_writer: StorageWriter | None = None,
+        then: Then | None = None,
+        **options: Unpack[SaveKeywords],
+    ) -> PendingSave:
+        """Begin to save `state` at `path`, from every rank. Returns when the caller may go on, as `stage` says.
+
+        The state is saved as it is now; later changes do not matter.
+
+        `stage`: for this save. `optimizer`: those that change the state; their `step` waits until it is copied.
+        `then`: called on every rank, in the background, after the commit. `options`: those of `milepost.save`.
+        `planner`, `storage_writer`: as for `milepost.save`; other kinds than the default ones get a copy of the state
+        dict, in a thread.
+
+        Raises the error of an earlier save that the caller did not ask for; then nothing is saved. Raises InvalidRequest
+        for a wrong option; the other ranks get it from `result()`. All other errors are in `result()`, the same on
+        every rank; in a job of one process, a state that cannot be saved is refused here.
+        """
+        wrong: Exception | None = None
+        try:
+            way: Way = self._stage if stage is None else one_of("stage", stage, _WAYS)
+            keywords: SaveKeywords = {"plans": self.plans, **options}
+            made = make_options(**keywords)
+        except Exception as error:  # noqa: BLE001  # raised below, once the other ranks can hear of it
+            way, made, wrong = self._stage, make_options(), error
+        optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        call = _Call(state, path, made, way, optimizers, then, wrong)
+        if planner is None and storage_writer is None:
+            work = SaveWork(store_at(required(path)), made, _describing(state, made), then)
+            return self.begin(work, way, optimizers, refused=wrong)
+        return self._save_with(call, planner, storage_writer)
+
+    def _save_with(self, call: _Call, planner: SavePlanner | None, storage_writer: StorageWriter | None) -> PendingSave:
+        self.check_open()
+        if storage_writer is None:
+            storage_writer = writer_at(required(call.path), call.options)
+        chosen = route(storage_writer, planner)
+        match chosen:
+            case NoPlanner():
+                chosen.writer.reset(call.path)
+                made = chosen.options(call.options)
+                work = SaveWork(chosen.writer.store, made, _describing(call.state, made), call.then)
+                pending = self.begin(work, call.way, call.optimizers, refused=call.wrong)
+                pending.add_done_callback(lambda ended: _note(chosen, ended))
+                return pending
+            case LocalPlanner() | GlobalPlanner():
+                return self._save_planned(call, chosen)
+
+    def _save_planned(self, call: _Call, chosen: LocalPlanner | GlobalPlanner) -> PendingSave:
+        from milepost.background.staging.state_copy import copied_state  # noqa: PLC0415  # slow to import
+
+        state, path, options, then = call.state, call.path, call.options, call.then
+
+        def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
+            chosen.writer.reset(path)  # type: ignore[arg-type]  # a caller's writer knows the places that he passes
+            receipt = save_with_planner(copied, chosen, comm, options)
+            after_commit(comm, receipt.url, then)
+            return receipt
+
+        place = str(path) if path is not None else place_of(chosen.writer)
+        return self.begin_copied(place, lambda: copied_state(state), write, refused=call.wrong)
+
+    def refuse(self, path: Location, error: BaseException) -> NoReturn:
+        """Take part in the save that the other ranks begin, in order to fail it with this error, on all of them.
+
+        Raises it, or the error of an earlier save that the caller did not ask for.
+        """
+        options = make_options()
+        self.begin(SaveWork(store_at(path), options, _describing({}, options)), refused=error)
+        raise error
+
+    def prewarm(self, state: Any, **options: Unpack[SaveKeywords]) -> None:
+        """Make the memory that `state` needs, and start the process, so that the first save is as fast as later ones.
+
+        Every rank calls it, and waits for the others. `options`: those of `save` that say how to describe a state
+        (`types`, `allow_pickle`, `reduce_partial`). Raises the error of any rank on every rank, among these
+        InvalidRequest for a wrong option, and the error of an earlier save that the caller did not ask for.
+        """
         self.wait()
 
-        def make_memory() -> bytes:
-            self._stager.prewarm(describing(self._front))
-            return b""
+        def make_memory() -> None:
+            self._stager.prewarm(_describing(state, make_options(**options))(self._comm))
 
-        if self._background == "thread":
-            make_memory()
+        together(self._comm, Call("saving in", "the background"), "prewarming", make_memory)
+        if self._processes is not None:
+            self._processes.prewarm()
+
+    def wait(self) -> None:
+        """Return when no save is under way. Raises the error of the last one, if the caller did not ask for it."""
+        self.check_open()
+        error = self.take_error()
+        if error is not None:
+            raise error
+
+    def take_error(self) -> BaseException | None:
+        """Wait until no save is under way. Gives the error of the last one, if the caller did not ask for it before."""
+        if self._current is None or self._forked:
+            return None
+        self._current.join()
+        error = self._current.untold_error
+        self._current.mark_told()
+        return error
+
+    def join(self) -> None:
+        """Return when no save is under way, however it ended."""
+        if self._current is not None and not self._forked:
+            self._current.join()
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._current is not None and not self._current.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last save has failed, and the caller did not ask for its error."""
+        return self._current is not None and self._current.untold_error is not None
+
+    def close(self) -> None:
+        """Wait, and give memory and process back. May be called twice; then saves raise InvalidRequest.
+
+        Raises the error of the last save, if the caller did not ask for it.
+        """
+        error = self.take_error()
+        self.release()
+        if error is not None:
+            raise error
+
+    def release(self) -> None:
+        """Wait, and give memory and process back. An error that the caller did not ask for stays: `close` raises it."""
+        if self._closed:
             return
-        together(self._comm, Phase("saving in", "the background", "prewarming"), make_memory)
-        self._choose_writers("the background")
-        self._share(self._started())
+        self.join()
+        self._closed = True
+        if self._forked:
+            return
+        for handle in self._hooks.values():
+            handle.remove()
+        if self._processes is not None:
+            self._processes.close()
+        self._stager.free()
 
-    def save(self, work: Work, way: Way = "auto", optimizers: Sequence[torch.optim.Optimizer] = ()) -> PendingSave:
-        """Begin a save. Returns when the caller may go on. Raises what an earlier one met and nobody asked for."""
-        store = _pickled(work.store) if self._background == "process" else b""
-        earlier = self._make_room(work.store.url)
-        if earlier is not None:
-            self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, earlier))
-            raise earlier
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as failed:  # noqa: BLE001  # the error that is on its way must not be hidden
+            _log.error("a save in the background failed too: %s", failed, exc_info=failed)
+
+    # For callers inside Milepost, who bring a description of the state, or their own way of writing.
+
+    def begin(
+        self,
+        work: SaveWork,
+        way: Way = "auto",
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+        *,
+        refused: BaseException | None = None,
+    ) -> PendingSave:
+        """Begin a save. Returns when the caller may go on. Raises an earlier save's error, and `refused`, on all ranks."""
+        store = b""
+        if self._background == "process":
+            try:
+                store = _pickled(work.store)
+            except InvalidRequest as error:
+                refused = refused or error
+        wrong = self._make_room(work.store.url) or refused
+        if wrong is not None:
+            self._fail(work.store.url, lambda pending: self._save(_staged(pending, work, store, None, wrong)))
+            raise wrong
         staging: Staging | None = None
         trouble: BaseException | None = None
         try:
-            described = work.describing(self._front)
+            described = work.describing(self._comm)
             staging = self._stager.begin(described, way, Owned(optimizers) if optimizers else None)
         except Exception as error:
-            if self._front.size == 1:
+            if self._comm.size == 1:
                 raise
             trouble = error  # the others hear of it where they wait, in the background
         work = replace(work, describing=_was_described)  # which would keep the state
         url = work.store.url
         pending = PendingSave(url, staging.done, staging.unread) if staging else PendingSave(url, _set())
         self._hook(optimizers)
-        self._run(pending, lambda: self._save(pending, work, store, staging, trouble))
+        self._run(pending, lambda: self._save(_staged(pending, work, store, staging, trouble)))
         if staging is not None:
             staging.at_return.wait()
         return pending
 
-    def refuse(self, work: Work, error: BaseException) -> None:
-        """Take part in the save that the other ranks begin, in order to fail it with this error. Does not raise it."""
-        store = _pickled(work.store) if self._background == "process" else b""
-        trouble = self._make_room(work.store.url) or error
-        self._fail(work.store.url, lambda pending: self._save(pending, work, store, None, trouble))
-
-    def _fail(self, url: str, take_part: Callable[[PendingSave], Receipt]) -> None:
-        """Let the others, who wait in the background, hear of an error that is raised here."""
-        if self._front.size > 1:
-            pending = PendingSave(url, _set())
-            pending.mark_told()
-            self._run(pending, lambda: take_part(pending))
-
-    def save_copied(
-        self, url: str, copy: Callable[[], T], write: Callable[[Callable[[], T], Comm], Receipt]
+    def begin_copied(
+        self,
+        url: str,
+        copy: Callable[[], T],
+        write: Callable[[Callable[[], T], Comm], Receipt],
+        *,
+        refused: BaseException | None = None,
     ) -> PendingSave:
-        """Begin a save of what planners and storage of other kinds need: `copy` is called now, `write` in a thread."""
-        earlier = self._make_room(url)
-        if earlier is not None:
-            self._fail(url, lambda _: write(_raising(earlier), self._comm))
-            raise earlier
+        """Begin a save of a copy: `copy` is called now, `write` in a thread. Raises as `begin` does."""
+        wrong = self._make_room(url) or refused
+        if wrong is not None:
+            self._fail(url, lambda _: write(_raising(wrong), self._comm))
+            raise wrong
         try:
             copied = _giving(copy())
         except Exception as error:
-            if self._front.size == 1:
+            if self._comm.size == 1:
                 raise
             copied = _raising(error)
         pending = PendingSave(url, _set())
         self._run(pending, lambda: write(copied, self._comm))
         return pending
 
-    def _run(self, pending: PendingSave, work: Callable[[], Receipt]) -> None:
-        todo = [work]  # taken out, so that nothing keeps the state when an error keeps this function's frame
+    def _fail(self, url: str, take_part: Callable[[PendingSave], Receipt]) -> None:
+        """Let the others, who wait in the background, hear of an error that is raised here."""
+        if self._comm.size > 1:
+            pending = PendingSave(url, _set())
+            pending.mark_told()
+            self._run(pending, lambda: take_part(pending))
 
-        def run() -> None:
-            receipt, failed = None, None
-            try:
-                receipt = todo.pop()()
-            except BaseException as error:  # noqa: BLE001  # it is raised where somebody asks
-                failed = error
-                _forget_frames(error)
-            finally:
-                if failed is not None:
-                    _failed[:] = [*(one for one in _failed if one.untold_error), pending]
-                pending.end(receipt, failed)
-
-        # Not a daemon: the interpreter waits for it before it ends.
-        thread = threading.Thread(target=run, name="milepost-save")
-        try:
-            thread.start()
-        except RuntimeError as error:  # a limit, or the interpreter is about to end; other ranks wait for this one
-            _log.warning("%s: the save to %s is made in front", error, pending.url)
-            run()
+    def _run(self, pending: PendingSave, save: Callable[[], Receipt]) -> None:
+        run_in_thread(pending, save)
         self._current = pending
 
-    def _save(
-        self, pending: PendingSave, work: Work, store: bytes, staging: Staging | None, trouble: BaseException | None
-    ) -> Receipt:
-        options = replace(work.options, cancelled=pending.cancelled)
+    def _save(self, save: StagedSave) -> Receipt:
         try:
-            if self._background == "process":
-                receipt = self._by_process(pending, work, store, staging, trouble, options)
-            else:
-                receipt = self._by_thread(self._comm, work.store, staging, trouble, options)
+            processes = self._processes
+            receipt = write_by_thread(save, self._comm) if processes is None else write_by_process(save, processes)
         except BaseException as error:
-            if is_broken(error):
-                self._stop_writers(broken=True)
+            if self._processes is not None and is_broken(error):
+                self._processes.stop(broken=True)
             raise
         finally:
-            if staging is not None:
-                staging.release()
-                staging.forget()
-        finish(self._comm, work.store.url, work.then)
+            if save.staging is not None:
+                save.staging.release()
+                save.staging.forget()
+        after_commit(self._comm, save.store.url, save.then)
         return receipt
 
-    def _by_thread(
-        self, comm: Comm, store: Store, staging: Staging | None, trouble: BaseException | None, options: SaveOptions
-    ) -> Receipt:
-        def describing() -> Described:
-            if staging is None:
-                assert trouble is not None
-                raise trouble
-            staging.copy()
-            staging.settle()
-            check_cancelled(options.cancelled)
-            return staging.described()
-
-        return save_state(None, store, comm, options, describing)
-
-    def _by_process(
-        self,
-        pending: PendingSave,
-        work: Work,
-        store: bytes,
-        staging: Staging | None,
-        trouble: BaseException | None,
-        options: SaveOptions,
-    ) -> Receipt:
-        if staging is not None and staging.fits():
-            try:
-                staging.copy()
-                check_cancelled(options.cancelled)
-            except Exception as error:  # noqa: BLE001  # raised on every rank
-                staging, trouble = None, error
-        self._choose_writers(work.store.url)
-        if staging is None or not staging.fits():  # which it may not have done after all
-            # The process could not see what is not copied: so this thread does it, and meets the others where they are.
-            return self._by_thread(self._started().comm, work.store, staging, trouble, options)
-        if self._writers is None:
-            staging.settle()  # to start them takes seconds
-        writers = self._started()
-        self._share(writers)
-        number = writers.hand_over(work.store.url, store, staging.slots(), options)
-        staging.settle()  # after that: who dies from here on has a checkpoint
-        return writers.outcome(number, options, pending)
-
-    def _share(self, writers: Writers) -> None:
-        arena = self._stager.arena
-        if writers.shared_version != arena.version:
-            writers.share(arena.handle, arena.capacity, arena.version)
-
-    def _started(self) -> Writers:
-        """The writing processes, which all ranks start together."""
-        if self._writers is None:
-            self._starts += 1
-            link, self._link = self._link or start(), None
-            self._writers = Writers(link, self._comm, self._front.group)
-        return self._writers
-
-    def _choose_writers(self, url: str) -> None:
-        """Use the processes that the coordinator uses: those that run, or, after it has lost them, new ones."""
-        mine = self._starts if self._writers is not None else self._starts + 1
-        phase = Phase("saving to", url, "choosing the writing processes")
-        try:
-            chosen = int(told(self._comm, phase, lambda: str(mine).encode()))
-        except BaseException:
-            self._stop_writers(broken=True)  # the processes of others may be waiting for this save already
-            raise
-        if chosen > self._starts:
-            self._stop_writers(broken=True)
-        elif self._writers is None:
-            raise WriterDied(
-                "the writing process of this rank died at the end of the last save, which the others may have committed. "
-                "They hear of it in this one, and the next starts new processes."
-            )
-
-    def _stop_writers(self, broken: bool = False) -> None:
-        writers, self._writers = self._writers, None
-        if writers is not None:
-            writers.close(broken)
-
     def _make_room(self, url: str) -> BaseException | None:
-        """Wait until no save is under way, or refuse, on all ranks alike. Gives what the last one met, if nobody asked."""
+        """Wait until no save is under way, or refuse, on all ranks. Gives the last one's error, if it was not asked for."""
         self.check_open()
         last = self._current
-        if self._when_busy == "refuse":
-            phase = Phase("saving to", url, "asking whether a save is under way")
-            answer = told(self._asking, phase, lambda: _BUSY if last is not None and last.under_way else b"")
-            if answer == _BUSY:
-                earlier = last.url if last is not None else "another place"
-                raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
+        refuses, call = self._when_busy == "refuse", Call("saving to", url)
+        if refuses and broadcast(self._asking, call, _ASKING, lambda: last is not None and last.under_way):
+            earlier = last.url if last is not None else "another place"
+            raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
         return self.take_error()
 
     def check_open(self) -> None:
@@ -276,46 +393,8 @@ class BackgroundSaver:
 
     @property
     def _forked(self) -> bool:
-        """Whether this is a copy in a fork: the thread that saves is not there, and the process that writes is another's."""
+        """Whether this is a copy in a fork: it has no thread that saves, and the writing process is the parent's."""
         return os.getpid() != self._process
-
-    def wait(self) -> None:
-        """Return when no save is under way. Raises what the last one met, if nobody has asked."""
-        self.check_open()
-        error = self.take_error()
-        if error is not None:
-            raise error
-
-    def take_error(self) -> BaseException | None:
-        """Wait until no save is under way. Gives what the last one met, if nobody has asked: now somebody has."""
-        if self._current is None or self._forked:
-            return None
-        self._current.join()
-        error = self._current.untold_error
-        self._current.mark_told()
-        return error
-
-    def join(self) -> None:
-        """Return when no save is under way."""
-        if self._current is not None and not self._forked:
-            self._current.join()
-
-    def close(self) -> None:
-        """Wait, let go of memory and process, and raise what the last save met, if nobody has asked. May be called twice."""
-        if self._closed:
-            return
-        error = self.take_error()
-        self._closed = True
-        if self._forked:
-            return
-        for handle in self._hooks.values():
-            handle.remove()
-        self._stop_writers()
-        if self._link is not None:
-            self._link.close()
-        self._stager.free()
-        if error is not None:
-            raise error
 
     def _hook(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Let these optimizers wait, before each step, until the state may be changed."""
@@ -324,33 +403,29 @@ class BackgroundSaver:
                 self._hooks[optimizer] = optimizer.register_step_pre_hook(self._wait_unread)
 
     def _wait_unread(self, *_: Any) -> None:
-        # What went wrong is told elsewhere: here it only matters that nobody reads the state any more.
+        # Errors are raised elsewhere. Here it only matters that the state is no longer read.
         if self._current is not None and not self._forked:
             self._current.join_reading()
 
 
-def finish(comm: Comm, url: str, then: Callable[[Comm], None] | None) -> None:
-    """Do what comes after a commit, on every rank; what goes wrong on one is raised on all."""
-    if then is None:
-        return
-    call = then
-
-    def work() -> bytes:
-        call(comm)
-        return b""
-
-    together(comm, Phase("saving to", url, "finishing"), work)
+def _note(chosen: NoPlanner, ended: PendingSave) -> None:
+    if ended.receipt is not None:
+        chosen.note(ended.receipt)
 
 
-def _forget_frames(error: BaseException | None) -> None:
-    """Let go of what the functions held that an error went through: much of the state is among it, and errors are kept."""
-    errors, seen = [error], set[int]()
-    while errors:
-        one = errors.pop()
-        if one is not None and id(one) not in seen:  # an error can be among its own causes
-            seen.add(id(one))
-            traceback.clear_frames(one.__traceback__)
-            errors += [one.__cause__, one.__context__]
+def _describing(state: Any, options: SaveOptions) -> Callable[[Comm], Described]:
+    return lambda comm: describe(state, comm, options.codec, options.metadata, options.reduce_partial)
+
+
+def _was_described(_: Comm) -> NoReturn:
+    raise AssertionError
+
+
+def _staged(
+    pending: PendingSave, work: SaveWork, store: bytes, staging: Staging | None, trouble: BaseException | None
+) -> StagedSave:
+    options = replace(work.options, cancelled=pending.cancelled)
+    return StagedSave(pending, work.store, store, options, staging, trouble, work.then)
 
 
 def _set() -> threading.Event:
@@ -359,12 +434,8 @@ def _set() -> threading.Event:
     return event
 
 
-def _was_described(_: Comm) -> NoReturn:
-    raise AssertionError
-
-
 def _giving(value: T) -> Callable[[], T]:
-    """What gives it once, and then does not keep it."""
+    """A function that gives the value once, and then does not keep it."""
     return [value].pop
 
 
@@ -383,16 +454,3 @@ def _pickled(store: Store) -> bytes:
             f"a process cannot save to {store.url}: a {type(store).__name__} belongs to this one ({error}). "
             'Use background="thread".'
         ) from error
-
-
-# Saves that failed. Kept until the interpreter ends, or somebody asked: whoever made them may be gone.
-_failed: list[PendingSave] = []
-
-
-@atexit.register
-def _report() -> None:
-    """Say at the very end what nobody asked for."""
-    for pending in _failed:
-        error = pending.untold_error
-        if error is not None:
-            _log.error("the save to %s failed in the background: %s", pending.url, error, exc_info=error)

@@ -12,7 +12,6 @@ from milepost.comm.together import (
     depart,
     meet,
     together,
-    told,
 )
 
 __all__ = [
@@ -33,5 +32,4 @@ __all__ = [
     "depart",
     "meet",
     "together",
-    "told",
 ]

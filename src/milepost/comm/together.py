@@ -283,17 +283,3 @@ def _combined(phase: Phase, groups: tuple[tuple[str, Failure], ...], me: int) ->
         lines.append(f"and {len(groups) - _KINDS_SHOWN} more")
     where = "here" if set(failures) == {me} else f"on {show_ranks(failures)}"
     return kind(f"{phase.text} failed {where}.\n  " + "\n  ".join(lines), failures)
-
-
-# TEMPORARY
-_typed_together = together
-
-
-def together(comm, call, step, work=None):  # noqa
-    if isinstance(step, str):
-        return _typed_together(comm, call, step, work)
-    return _meet(comm, call, step, work or (lambda _: b""))
-
-
-def told(comm, phase, work):  # noqa
-    return broadcast(comm, Call(phase.action, phase.place), Announcement(phase.step, Bytes()), work)

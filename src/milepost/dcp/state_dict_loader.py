@@ -8,7 +8,7 @@ from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.state_dict_saver import taking_storage_second
 from milepost.planning.default import EmptyStateDictLoadPlanner
 from milepost.planning.protocol import LoadPlanner, StorageReader
-from milepost.planning.route import opening_and_closing
+from milepost.planning.stateful_dict import expand_to_fill
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -45,8 +45,8 @@ def load(
     keys on every rank: what they do may be a collective.
     """
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
-    opening, close = opening_and_closing(state_dict)
-    load_with(opening, reader, planner, comm_of(process_group, no_dist), close)
+    expanded, put_back = expand_to_fill(state_dict)
+    load_with(expanded, reader, planner, comm_of(process_group, no_dist), put_back)
 
 
 def _load_state_dict(

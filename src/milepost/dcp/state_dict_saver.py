@@ -3,22 +3,21 @@
 import os
 import warnings
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
-from milepost.comm import Comm
 from milepost.dcp._engine.calls import comm_of, save_with
 from milepost.dcp._engine.savers import save_in_background
-from milepost.dcp._engine.turns import earlier, enter, wait_for_turn
+from milepost.dcp._engine.shared import TURNS
+from milepost.dcp._engine.staged import save_staged_by
 from milepost.dcp._storage_utils import storage_setup
-from milepost.dcp.api import CheckpointException
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.records import Metadata
-from milepost.planning.route import opened
+from milepost.planning.stateful_dict import expand_stateful
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -54,7 +53,7 @@ def save_state_dict(
     planner: SavePlanner | None = None,
 ) -> Metadata:
     """`save` as it was called before, with the rank that decides; stateful objects are not opened."""
-    wait_for_turn(storage_writer, planner)
+    TURNS.wait(storage_writer, planner)
     storage_writer.reset()
     return save_with(lambda: state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
 
@@ -76,9 +75,9 @@ def save(
     CheckpointException on all. `use_collectives=False` changes nothing.
     """
     del use_collectives
-    wait_for_turn(storage_writer, planner)
+    TURNS.wait(storage_writer, planner)
     writer = storage_setup(storage_writer, checkpoint_id, reader=False)
-    return save_with(partial(opened, state_dict), writer, planner, comm_of(process_group, no_dist))
+    return save_with(partial(expand_stateful, state_dict), writer, planner, comm_of(process_group, no_dist))
 
 
 def async_save(
@@ -96,75 +95,20 @@ def async_save(
     """Copy the state, and save the copy in a thread or a process. Gives a future of what `save` gives, or raises.
 
     With a stager that copies in the background: both futures, `staging_completion` and `upload_completion`. Ranks meet
-    through the job's key-value store and not the process group, so training may use that meanwhile, and no CPU backend is
-    needed. A save waits for the one before. What went wrong in that, if nobody asked its future, is raised here.
-    Planners, storage and stagers of your own work in a thread.
+    through the job's key-value store and not the process group, so training may use that meanwhile, and no CPU backend
+    is needed. A save waits for the one before. If that failed, and its future was never asked, its error is raised
+    here. Planners, storage and stagers of your own work in a thread.
     """
     del use_collectives
     if async_stager is None and not isinstance(storage_writer, AsyncStager):
         return save_in_background(
             state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
         )
-    comm = comm_of(process_group, no_dist).secondary()
-    stager: Any = async_stager
-    if stager is None:
-        stager = storage_writer
-    shared = (storage_writer, planner, async_stager)
-    if getattr(stager, "cache_staged_state_dict", True):
-        wait_for_turn(*shared)  # it may copy into the memory that an earlier save still writes from
-    staged: Any = Future()
-    try:
-        staged = stager.stage(opened(state_dict))
-    except Exception as error:
-        # The other ranks hear of it where they wait: in their saves.
-        staged.set_exception(error)
-        _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
-        raise
-    uploaded = _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
-    if isinstance(staged, Future):
-        ready: Future[None] = Future()
-        staged.add_done_callback(partial(_pass_on, ready))
-        return AsyncSaveResponse(staging_completion=ready, upload_completion=uploaded)  # type: ignore[arg-type]
-    if stager.should_synchronize_after_execute:
-        stager.synchronize_staging()
-    return uploaded
+    ranks = comm_of(process_group, no_dist).secondary()
+    return save_staged_by(async_stager, state_dict, storage_writer, checkpoint_id, planner, ranks)
 
 
-def _in_background(save: Callable[[], Metadata], shared: tuple[Any, ...]) -> "Future[Metadata]":
-    """Run a save in a thread of its own, after those under way that use one of the same objects."""
-    before = earlier(*shared)
-
-    def run() -> Metadata:
-        wait(before)
-        return save()
-
-    executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-async-save")
-    future = executor.submit(run)
-    executor.shutdown(wait=False)  # it ends when the save has
-    enter(future, *shared)
-    return future
-
-
-def _upload(staged: Any, storage_writer: Any, checkpoint_id: Any, planner: Any, comm: Comm) -> Metadata:
-    """Save what was staged. A failure to stage reaches the other ranks as a failure of this one, and is raised here."""
-    in_future = isinstance(staged, Future)
-    try:
-        writer = storage_setup(storage_writer, checkpoint_id, reader=False)
-        return save_with(staged.result if in_future else lambda: staged, writer, planner, comm)
-    except CheckpointException as error:
-        failed = staged.exception() if in_future else None
-        raise failed or error from None
-
-
-def _pass_on(ready: "Future[None]", staged: "Future[Any]") -> None:
-    error = staged.exception()
-    if error is None:
-        ready.set_result(None)
-    else:
-        ready.set_exception(error)
-
-
-_stateful_to_state_dict = opened
+_stateful_to_state_dict = expand_stateful
 
 
 def _save_state_dict(
@@ -177,5 +121,5 @@ def _save_state_dict(
     use_collectives: bool = True,
 ) -> Metadata:
     del use_collectives
-    wait_for_turn(storage_writer, planner)
+    TURNS.wait(storage_writer, planner)
     return save_with(lambda: state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))

@@ -3,9 +3,8 @@
 import itertools
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from functools import cache, partial
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 import numpy as np
@@ -22,10 +21,11 @@ from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
 from milepost.data.read import Files
-from milepost.data.transfer import Meter, Transfer, Watcher
+from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, check_world, keys_of
+from milepost.loading.options import LoadOptions
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
@@ -38,21 +38,6 @@ from milepost.store import Store
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
 _log = logging.getLogger("milepost")
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """How to load; `milepost.load` explains each."""
-
-    codec: Codec
-    allow_missing: bool = False
-    allow_unexpected: bool = False
-    convert_dtype: bool = False
-    device: torch.device | str | None = None
-    verify: bool = True
-    share_reads: bool | None = None
-    transfer: Transfer = field(default_factory=Transfer)
-    progress: Watcher | None = None
 
 
 class _Opened(msgspec.Struct, frozen=True, array_like=True):
@@ -125,6 +110,22 @@ def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) ->
         lambda: _matched(state, opened.get().manifest, comm, options).report,
         lambda found: merge_reports(store.url, keys_of(opened.get().manifest), found),
     )
+
+
+def refuse_load(store: Store, comm: Comm, error: Exception, action: str = "loading") -> NoReturn:
+    """Join a load that the other ranks make in order to fail it: raises this rank's error on all of them.
+
+    `action`: "loading", or "explaining" for an `explain`.
+    """
+
+    def fail() -> NoReturn:
+        raise error
+
+    if comm.size > 1:
+        call = Call(action, store.url)
+        open_together(store, comm, call)
+        together(comm, call, _MATCHING.step, fail)
+    raise error
 
 
 def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from milepost.core.agreement import Plans
 from milepost.errors import InvalidRequest
 from milepost.planning.flatten import FLATTEN_MAPPING, Era, flatten_state_dict, set_element
 from milepost.planning.global_plan import (
@@ -68,6 +69,8 @@ class DefaultSavePlanner(SavePlanner):
     `dedup_save_to_lowest_rank`: what several ranks hold is written by the lowest, not by the one with the least to do.
     `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
     `types`, `allow_pickle`: as for `milepost.save`, for values.
+
+    `agreements` is what the ranks agreed on in earlier saves by local plans, for `enable_plan_caching`.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class DefaultSavePlanner(SavePlanner):
         self.dedup_save_to_lowest_rank = dedup_save_to_lowest_rank
         self.enable_plan_caching = enable_plan_caching
         self.codec = Codec(types, allow_pickle)
+        self.agreements = Plans()
         self.mappings: FLATTEN_MAPPING = {}
         self.state_dict: STATE_DICT_TYPE = {}
         self.is_coordinator = False

@@ -24,17 +24,19 @@ MakeState = Callable[[], dict[str, Any]]
 """Gives the state. Called in the first step, so that what fails in there, on one rank, reaches all."""
 
 
-class _Pickles:
+class Pickles:
     """Plans and results as pickles: they hold whatever a planner puts into them, and travel inside one job."""
 
     def pack(self, value: Any) -> bytes:
+        """The value as a pickle."""
         return pickle.dumps(value)
 
     def unpack(self, data: bytes) -> Any:
+        """The value of a pickle from another rank of this job."""
         return pickle.loads(data)  # noqa: S301  # from a rank of this job
 
 
-_PICKLES = _Pickles()
+_PICKLES = Pickles()
 _PLANNING = Meeting("planning", _PICKLES, Wire(NoneType))
 _HANDING_OUT = "planning, handing out"
 _WRITING = Meeting("writing", _PICKLES, Wire(NoneType))

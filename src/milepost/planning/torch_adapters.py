@@ -8,7 +8,7 @@ import inspect
 import io
 import os
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -262,14 +262,23 @@ class LoadPlannerForTorch:
         self._inner.commit_tensor(ours(read_item), tensor)
 
 
+@dataclasses.dataclass(slots=True)
+class PlannedGoal:
+    """What a save aims at, in the plan that torch's planner holds. It notes that it was written to.
+
+    The planner may keep the plan for later saves, and this with it: a goal that was used is one of an earlier save.
+    """
+
+    goal: Goal
+    used: bool = False
+
+
 class MilepostWriter(their_storage.StorageWriter):
     """Milepost's format for torch's own `dcp.save(..., storage_writer=MilepostWriter(path))`. Options: `CheckpointWriter`.
 
-    Torch's planner may keep plans between saves, with the name of an old save in them. So the coordinator also pins the
-    new name in the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
+    Torch's planner may keep plans between saves, with the goal of an old save in them. So the coordinator also puts the
+    new goal into the job's store, before it sends plans. If two saves to one place run at once, `finish` notices.
     """
-
-    _used: ClassVar[set[str]] = set()
 
     def __init__(self, path: Location, **options: Any) -> None:
         self._inner = CheckpointWriter(path, **options)
@@ -301,7 +310,8 @@ class MilepostWriter(their_storage.StorageWriter):
             store = _job_store()
             store.set(self._note, f"{self._goal.generation} {self._goal.save_id}")
             store.get(self._note)  # the store answers in order: now it is there, and no rank reads the one before
-        found: list[Any] = theirs(prepared)
+        wrapped = [dataclasses.replace(plan, storage_data=PlannedGoal(plan.storage_data)) for plan in prepared]
+        found: list[Any] = theirs(wrapped)
         return found
 
     @property
@@ -311,15 +321,17 @@ class MilepostWriter(their_storage.StorageWriter):
     def write_data(self, plan: Any, planner: Any) -> Future[list[Any]]:
         """Write this rank's shard file."""
         mine: SavePlan = ours(plan)
-        goal: Goal = mine.storage_data
-        if goal.save_id in self._used:
-            mine = dataclasses.replace(
-                mine, storage_data=dataclasses.replace(self._goal or self._told(), rank=goal.rank)
-            )
-        self._used.add(mine.storage_data.save_id)
+        planned = mine.storage_data
+        if isinstance(planned, PlannedGoal):
+            goal = planned.goal
+            if planned.used:
+                goal = dataclasses.replace(self._goal or self._announced(), rank=goal.rank)
+            planned.used = True
+            mine = dataclasses.replace(mine, storage_data=goal)
         return _then(self._inner.write_data(mine, _TheirSavePlanner(planner)), theirs)
 
-    def _told(self) -> Goal:
+    def _announced(self) -> Goal:
+        """The goal of this save, as the coordinator put it into the job's store."""
         generation, save_id = _job_store().get(self._note).decode().split()
         return Goal(int(generation), save_id, 0)
 

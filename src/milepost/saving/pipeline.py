@@ -5,13 +5,11 @@ coordinator announces the aim, every rank writes by the plan that it has, and th
 rank's structure changed, nothing is committed; the ranks agree again and write again.
 """
 
-import threading
 import warnings
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from types import NoneType
-from typing import Any, Literal, NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -25,68 +23,17 @@ from milepost.core.shardfile import NewEntry
 from milepost.core.table import merge_values
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
-from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
+from milepost.data.transfer import Meter
 from milepost.data.write import EntryToWrite
-from milepost.errors import InvalidRequest, RanksDisagree
+from milepost.errors import RanksDisagree
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe, no_callback
+from milepost.saving.options import SaveOptions, make_options
 from milepost.saving.replicas import ReplicaCheck, compare
 from milepost.state.tensors import find_part
-from milepost.state.values import Codec
 from milepost.store import Store
 
 _SHOWN = 50
-
-
-@dataclass(frozen=True, slots=True)
-class SaveOptions:
-    """How to save; `milepost.save` explains each."""
-
-    metadata: Mapping[str, Any]
-    codec: Codec
-    plans: Plans
-    overwrite: bool = True
-    on_difference: Literal["error", "warn"] = "error"
-    compare_replicas: bool = True
-    reduce_partial: bool = False
-    transfer: Transfer = field(default_factory=Transfer)
-    progress: Watcher | None = None
-    cancelled: threading.Event | None = None
-
-    @property
-    def spread(self) -> bool:
-        """Whether replicas share the work; where they may differ, one of them must write all of a tensor."""
-        return self.on_difference == "error"
-
-
-def make_options(
-    *,
-    metadata: Mapping[str, Any] | None = None,
-    overwrite: bool = True,
-    on_difference: Literal["error", "warn"] = "error",
-    compare_replicas: bool = True,
-    reduce_partial: bool = False,
-    types: Iterable[type] = (),
-    allow_pickle: bool = False,
-    plans: Plans | None = None,
-    host_memory_bytes: int = HOST_MEMORY_BYTES,
-    transfer: Transfer | None = None,
-    progress: Watcher | None = None,
-) -> SaveOptions:
-    """The options as callers of `milepost.save` give them. Raises InvalidRequest."""
-    if on_difference not in ("error", "warn"):
-        raise InvalidRequest(f'on_difference is "error" or "warn", not {on_difference!r}')
-    return SaveOptions(
-        metadata=metadata or {},
-        codec=Codec(types, allow_pickle),
-        plans=plans if plans is not None else Plans(),
-        overwrite=overwrite,
-        on_difference=on_difference,
-        compare_replicas=compare_replicas,
-        reduce_partial=reduce_partial,
-        transfer=(transfer or Transfer()).within(host_memory_bytes),
-        progress=progress,
-    )
 
 
 class Receipt(msgspec.Struct, frozen=True):

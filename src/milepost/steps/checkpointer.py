@@ -3,15 +3,14 @@
 Every rank of the job makes the same calls. The coordinator decides what to restore and what to remove.
 """
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from milepost.api import load, save
-from milepost.background import Background, PendingSave, WhenBusy
-from milepost.background.async_saving import AsyncSaver
+from milepost.background.pending import PendingSave
+from milepost.background.saver import AsyncSaver, Background, WhenBusy
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, Solo, broadcast, meet, together
@@ -22,7 +21,9 @@ from milepost.core.wire import Wire
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
+from milepost.loading.options import LOAD_OPTIONS
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.saving.options import SAVE_OPTIONS
 from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
@@ -33,9 +34,8 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
-_OWN = {"state", "path", "metadata", "plans", "process_group", "timeout_s", "storage_writer", "storage_reader"}
-_SAVE = frozenset(inspect.signature(save).parameters) - _OWN
-_LOAD = frozenset(inspect.signature(load).parameters) - _OWN
+_SAVE = (SAVE_OPTIONS | {"planner"}) - {"metadata", "plans"}
+_LOAD = LOAD_OPTIONS | {"planner"}
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 """The errors after which `restore` goes on to an older step."""
 _DAMAGES_SHOWN = 20

@@ -377,10 +377,9 @@ class _Lookout:
         while (silent := [r for r in reports if reports[r] is None]) and not self._ending and self._left_s(0.0):
             notes = self._comm.look([_report_of(rank) for rank in silent], min(self._pause_s, self._left_s(0.0)))
             reports |= {r: _REPORTS.unpack(note) for r, note in zip(silent, notes, strict=True) if note is not None}
+        decision = _judge(reports)
         if silent and self._ending:
             decision = _StopDecision(_NEVER, {self._comm.rank: _FAILED} if self._failed else {})
-        else:
-            decision = _judge(reports)
         self._comm.post(_DECISION, _DECISIONS.pack(decision))
         return decision
 

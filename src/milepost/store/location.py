@@ -38,6 +38,13 @@ def store_at(path: Location) -> Store:
     raise InvalidRequest(f"{path!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
 
 
+def required(path: Location | None) -> Location:
+    """The path. Raises InvalidRequest if there is none."""
+    if path is None:
+        raise InvalidRequest("say where: a path, a URL or a Store")
+    return path
+
+
 def _in_folder(path: str) -> LocalStore:
     try:
         if b"\0" in os.fsencode(path):

@@ -126,7 +126,7 @@ def test_what_is_smaller_still_fits_where_something_large_did_not():
 
 @examples(50)
 @given(states())
-def test_another_description_of_the_same_asks_once_for_each_part_and_keeps_the_rest(state):
+def test_second_description_asks_once_for_each_part(state):
     it = described(state)
     asked = []
 

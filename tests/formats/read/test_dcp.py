@@ -66,7 +66,7 @@ def test_unaligned_tensors_are_placed_strided_and_converted(tmp_path, size):
     assert all(torch.equal(state[k].half(), other[k]) for k in state)
 
 
-def test_an_optimizer_takes_its_state_although_dcp_made_text_of_its_numbers(tmp_path):
+def test_optimizer_takes_its_state_from_keys_that_dcp_made_text(tmp_path):
     model = torch.nn.Linear(4, 4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.5)
     model(torch.ones(4)).sum().backward()
@@ -139,7 +139,7 @@ def test_several_files_a_rank_are_read(tmp_path):
     assert same(state, milepost.open(tmp_path / "a").state())
 
 
-def test_what_only_pickle_can_make_is_refused_by_key_and_read_with_the_opt_in(tmp_path):
+def test_pickled_values_are_refused_by_key_without_the_opt_in(tmp_path):
     state = {"w": torch.ones(3), "odd": (np.ones(2), Namespace(a=1)), "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "a")
     with milepost.open(tmp_path / "a") as checkpoint:

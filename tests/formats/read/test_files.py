@@ -105,7 +105,7 @@ def test_tied_tensors_parameters_and_bare_tensors(tmp_path):
     assert torch.equal(milepost.open(tmp_path / "b.pt")["data"].read(), weight)
 
 
-def test_what_only_pickle_can_make_is_refused_by_key_and_read_with_the_opt_in(tmp_path):
+def test_pickled_values_are_refused_by_key_without_the_opt_in(tmp_path):
     torch.save({"w": torch.ones(3), "args": Custom(), "deep": [{"x": Custom}]}, tmp_path / "a.pt")
     target = {"w": torch.zeros(3)}
     milepost.load(target, tmp_path / "a.pt", allow_unexpected=True)
@@ -239,7 +239,7 @@ def test_one_file_is_loaded_by_its_own_path_and_by_its_folder(tmp_path):
         assert all(torch.equal(read[k], state[k]) for k in state)
 
 
-def test_the_model_goes_before_other_files_and_a_key_in_two_files_is_refused(tmp_path):
+def test_model_file_comes_first_and_duplicate_keys_are_refused(tmp_path):
     save_file({"w": torch.ones(3)}, tmp_path / "a.safetensors")
     save_file({"w": torch.zeros(3)}, tmp_path / "b.safetensors")
     with pytest.raises(milepost.CheckpointDamaged, match="'w' stands in several files"):

@@ -15,7 +15,7 @@ from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
 from milepost.formats.write.dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record, write_metadata
 from milepost.store import LocalStore
-from tests.formats.write.test_torchfile import random_bits, same, training_state
+from tests.formats.write.conversions import random_bits, same, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 

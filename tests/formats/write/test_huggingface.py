@@ -1,7 +1,6 @@
 """Hugging Face folders: files that are byte for byte those of safetensors itself, from checkpoints and from live states."""
 
 import itertools
-import json
 import math
 
 import pytest
@@ -15,28 +14,9 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import milepost
 from milepost.core.box import Box
-from milepost.core.dtypes import DTYPES
 from milepost.formats.write.export import runs_of
 from tests import ranks
-from tests.formats.write.test_torchfile import bits, random_bits, same
-
-REFUSED = ("complex32", "complex128")
-HELD = [name for name in DTYPES if hasattr(torch, name) and name not in REFUSED]
-
-
-def read_folder(folder):
-    """Everything, by way of the index where there is one."""
-    index = folder / "model.safetensors.index.json"
-    if not index.exists():
-        with safe_open(folder / "model.safetensors", "pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118  # it is no dict
-    found = {}
-    record = json.loads(index.read_text())
-    for key, name in record["weight_map"].items():
-        with safe_open(folder / name, "pt") as file:
-            found[key] = file.get_tensor(key)
-    assert record["metadata"]["total_size"] == sum(t.numel() * t.element_size() for t in found.values())
-    return found
+from tests.formats.write.conversions import HELD, REFUSED, bits, random_bits, read_folder, same
 
 
 def test_the_file_is_the_one_that_safetensors_writes(tmp_path):

@@ -4,7 +4,7 @@ import io
 import os
 import warnings
 import zipfile
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 
 import pytest
 import torch
@@ -14,52 +14,7 @@ from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
 from milepost.data.late import LateBox
 from milepost.formats.write.zip import ArchiveLayout
-
-
-def random_bits(dtype, *shape):
-    size = DTYPES[dtype].size_bytes
-    data = torch.randint(0, 2 if dtype == "bool" else 256, (*shape, size), dtype=torch.uint8)
-    return data.view(getattr(torch, dtype)).reshape(shape)
-
-
-def bits(tensor):
-    return tensor.contiguous().view(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
-
-
-def same(a, b, path="state"):
-    assert type(a) is type(b), f"{path}: {type(a)}, {type(b)}"
-    if isinstance(a, torch.Tensor):
-        assert (a.dtype, a.shape) == (b.dtype, b.shape), path
-        assert torch.equal(bits(a), bits(b)), path
-    elif isinstance(a, dict):
-        assert list(a) == list(b), path
-        for key in a:
-            same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, (list, tuple)):
-        assert len(a) == len(b), path
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            same(x, y, f"{path}.{i}")
-    else:
-        assert a == b, path
-
-
-def training_state():
-    torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(30, 50), torch.nn.ReLU(), torch.nn.Linear(50, 7))
-    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
-    model(torch.randn(4, 30)).sum().backward()
-    optimizer.step()
-    return {
-        "model": model.state_dict(),
-        "optim": optimizer.state_dict(),
-        "more": [torch.arange(5), {"x": torch.tensor(2.5), 3: None}, (torch.ones(2, dtype=torch.bool), "text")],
-        "empty": torch.empty(0, 3),
-        "ordered": OrderedDict(b=1, a=torch.zeros(2, 0, 4)),
-        "nothing": {},
-        "step": 7,
-        "lr": [0.1, float("inf")],
-        "raw": b"\x00\xff" * 10,
-    }
+from tests.formats.write.conversions import random_bits, same, training_state
 
 
 def test_containers_values_and_bytes_come_back_through_torch_load(tmp_path):

@@ -7,7 +7,8 @@ from milepost.comm.together import failure_of
 from milepost.data.transfer import Progress
 from milepost.errors import CheckpointError
 from milepost.saving.describe import Described
-from milepost.saving.pipeline import Receipt, SaveOptions
+from milepost.saving.options import SaveOptions
+from milepost.saving.pipeline import Receipt
 
 LEFT = "milepost/left"
 """Where the processes count, in the store at which they meet, how many of them are done with it."""

@@ -5,21 +5,20 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import msgspec
-
 from milepost.background.pending import PendingSave
 from milepost.background.process.client import Link
 from milepost.background.process.messages import LEFT, Order, Ranks
-from milepost.comm import BoardComm, Comm, Phase, depart, together
-from milepost.comm.distributed import TorchBoard, address_for, key_value_store
+from milepost.comm import Announcement, BoardComm, Call, Comm, broadcast, depart, together
+from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
+from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, WriterDied
 from milepost.saving.describe import Described
-from milepost.saving.pipeline import Receipt, SaveOptions
+from milepost.saving.options import SaveOptions
+from milepost.saving.pipeline import Receipt
 from milepost.state.values import Codec
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_ADDRESSES = msgspec.msgpack.Decoder(tuple[str, int])
+_STARTING = Announcement("starting the writing processes", Wire(tuple[str, int]))
 
 
 class Writers:
@@ -28,39 +27,35 @@ class Writers:
     `comm` is that place: what this rank's process cannot do, the trainer does in its stead.
     """
 
-    def __init__(self, link: Link, comm: Comm, group: Any) -> None:
+    def __init__(self, link: Link, comm: Comm, address: str) -> None:
         self.comm: Comm = comm
         self.link = link
         self.shared_version = 0
         self._store: Any = None
         try:
-            self._bring_up(comm, group)
+            self._bring_up(comm, address)
         except BaseException:
             self.close()
             raise
 
-    def _bring_up(self, comm: Comm, group: Any) -> None:
+    def _bring_up(self, comm: Comm, own_address: str) -> None:
         if comm.size == 1:
             self.link.meet(Ranks(0, 1, 0, comm.timeout_s, None))
             return
-        phase = Phase("saving in", "the background", "starting the writing processes")
-        packed = together(comm, phase, lambda: self._start(comm, group), lambda notes: notes[comm.coordinator])
-        address = _ADDRESSES.decode(packed)
-        together(comm, phase._replace(step="connecting them"), lambda: self._connect(comm, address))
+        call = Call("saving in", "the background")
+        address = broadcast(comm, call, _STARTING, lambda: self._start(comm, own_address))
+        together(comm, call, "connecting the writing processes", lambda: self._connect(comm, address))
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
         self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.coordinator)
 
-    def _start(self, comm: Comm, group: Any) -> bytes:
-        if comm.rank != comm.coordinator:
-            return b""
+    def _start(self, comm: Comm, own_address: str) -> tuple[str, int]:
         port = self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, None))
-        return msgspec.msgpack.encode((address_for(group), port))
+        return own_address, port
 
-    def _connect(self, comm: Comm, address: tuple[str, int]) -> bytes:
+    def _connect(self, comm: Comm, address: tuple[str, int]) -> None:
         if comm.rank != comm.coordinator:
             self.link.meet(Ranks(comm.rank, comm.size, comm.coordinator, comm.timeout_s, address))
-        return b""
 
     def share(self, handle: int, size_bytes: int, version: int) -> None:
         """Let the process map this memory, in place of what it had. If the process is dead, the others hear of it."""

@@ -26,7 +26,7 @@ from milepost.formats.write.convert import (
     plan_of,
     within,
 )
-from milepost.formats.write.files import FolderPlan, NewFiles, NewFolder
+from milepost.formats.write.files import FolderPlan, NewFiles, NewFolder, Sums
 from milepost.formats.write.huggingface import HfFile, HfTensor, hf_layout
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
@@ -106,7 +106,7 @@ def export_safetensors(
     ]
     size = limited.block_bytes
 
-    def work(files: NewFiles, plan: FolderPlan) -> bytes:
+    def work(files: NewFiles, plan: FolderPlan) -> Sums:
         del plan
         meter.expect(sum(data.numel() * data.element_size() for *_, data in slabs))
         for file in layout.files:
@@ -115,7 +115,7 @@ def export_safetensors(
                 continue
             with files.writer(file.name, file.size_bytes, direct=False) as writer:
                 _write_file(writer, file, mine, comm.rank == comm.coordinator, size, limited, meter)
-        return b""
+        return {}
 
     attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
     meter.finish()

@@ -14,12 +14,13 @@ import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import NoneType
 
-import msgspec
 import xxhash
 
-from milepost.comm import Call, Comm, together
+from milepost.comm import Bytes, Call, Comm, Meeting, defer, meet
 from milepost.core.limits import MIB
+from milepost.core.wire import Wire
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
@@ -31,7 +32,10 @@ from milepost.store.local import LocalWriter
 _UNIT = MIB
 """Ranks share files at multiples of this: each writes whole pages, and goes past the page cache where that is possible."""
 _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
-_SUMS = msgspec.msgpack.Decoder(dict[int, list[tuple[int, int, int, int, bool]]])
+Sums = dict[int, list[PieceSum]]
+"""By the number of a file, the sums that a rank could not put into their place."""
+_PLANNING = Meeting("planning", Bytes(), Wire(str))
+_WRITING = Meeting("writing", Wire(Sums), Wire(NoneType))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,37 +164,34 @@ class NewFolder:
         return Call("converting to", str(self.folder))
 
     def run(
-        self, plan: Callable[[], FolderPlan], work: Callable[[NewFiles, FolderPlan], bytes], finish: "Finish"
+        self, plan: Callable[[], FolderPlan], work: Callable[[NewFiles, FolderPlan], Sums], finish: "Finish"
     ) -> None:
         """Agree on a plan, let every rank do its work, and finish on the coordinator. All ranks raise if one fails."""
-        planned: list[FolderPlan] = []
+        planned = defer(self.comm, plan)
 
-        def describe() -> bytes:
-            planned.append(plan())
-            return planned[0].digest()
-
-        def reserve(digests: list[bytes]) -> bytes:
+        def reserve(digests: list[bytes]) -> str:
             if len(set(digests)) > 1:
                 raise RanksDisagree(
                     "the ranks would write different files: do all pass the same arguments, and see the same source? "
                     "Sets of strings have another order in each process; leave them out, or convert in one process."
                 )
-            return self._reserve(planned[0])
+            return self._reserve(planned.get())
 
-        token = together(self.comm, self.call.at("planning"), describe, reserve).decode()
-        files = NewFiles(self.folder, token, self.transfer)
+        token = meet(self.comm, self.call, _PLANNING, lambda: planned.get().digest(), reserve)
+        files, agreed = NewFiles(self.folder, token, self.transfer), planned.get()
         try:
-            together(
+            meet(
                 self.comm,
-                self.call.at("writing"),
-                lambda: work(files, planned[0]),
-                lambda packed: self._finish(files, planned[0], finish, packed),
+                self.call,
+                _WRITING,
+                lambda: work(files, agreed),
+                lambda sums: self._finish(files, agreed, finish, sums),
             )
         except BaseException:
-            self._discard(files, planned[0])
+            self._discard(files, agreed)
             raise
 
-    def _reserve(self, plan: FolderPlan) -> bytes:
+    def _reserve(self, plan: FolderPlan) -> str:
         old, left = owned(self.folder, plan.owns)
         refuse_existing(str(self.folder), old, self.overwrite)
         for name in left:
@@ -203,15 +204,14 @@ class NewFolder:
         except BaseException:
             self._discard(files, plan)
             raise
-        return token.encode()
+        return token
 
-    def _finish(self, files: NewFiles, plan: FolderPlan, finish: "Finish", packed: list[bytes]) -> bytes:
-        finish(files, plan, packed)
+    def _finish(self, files: NewFiles, plan: FolderPlan, finish: "Finish", sums: list[Sums]) -> None:
+        finish(files, plan, sums)
         for name, data in plan.last:
             files.small(name, data)
         names, last = [file.name for file in plan.files], [name for name, _ in plan.last]
         files.publish(names, last, plan.markers, owned(self.folder, plan.owns)[0])
-        return b""
 
     def _discard(self, files: NewFiles, plan: FolderPlan) -> None:
         if self.comm.rank == self.comm.coordinator:
@@ -221,33 +221,33 @@ class NewFolder:
                     self.folder.rmdir()
 
 
-Finish = Callable[[NewFiles, FolderPlan, list[bytes]], None]
+Finish = Callable[[NewFiles, FolderPlan, list[Sums]], None]
 
 
 def write_together(attempt: NewFolder, plan: Callable[[], FolderPlan], meter: Meter) -> None:
     """Write the files of a plan: each rank an equal share of all bytes."""
     comm = attempt.comm
 
-    def work(files: NewFiles, plan: FolderPlan) -> bytes:
-        sums: dict[int, list[PieceSum]] = {}
+    def work(files: NewFiles, plan: FolderPlan) -> Sums:
+        sums: Sums = {}
         shares = _shares([file.size_bytes for file in plan.files], comm.rank, comm.size)
         meter.expect(sum(stop - start for _, start, stop in shares))
         for number, start, stop in shares:
             content = plan.files[number]
             with files.writer(content.name, content.size_bytes) as writer:
                 sums[number] = write_range(writer, content, start, stop, attempt.transfer, meter)
-        return msgspec.msgpack.encode(sums)
+        return sums
 
     attempt.run(plan, work, write_endings)
     meter.finish()
 
 
-def write_endings(files: NewFiles, plan: FolderPlan, packed: list[bytes]) -> None:
+def write_endings(files: NewFiles, plan: FolderPlan, brought: list[Sums]) -> None:
     """On the coordinator: write what depends on the sums that all ranks brought."""
-    sums: dict[int, list[PieceSum]] = {}
-    for data in packed:
-        for number, parts in _SUMS.decode(data).items():
-            sums.setdefault(number, []).extend(PieceSum(*part) for part in parts)
+    sums: Sums = {}
+    for one in brought:
+        for number, parts in one.items():
+            sums.setdefault(number, []).extend(parts)
     for number, found in sums.items():
         content = plan.files[number]
         if found:

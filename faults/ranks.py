@@ -16,15 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import faults_kills as kit
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow
-from faults_kills import DEADLINE_S, HANG_S, WORLD, Job, Library, Rank, names, spread, state_of, target
 from torch.distributed.checkpoint.api import CheckpointException
 
 import milepost
+from faults import kills as kit
+from faults.kills import DEADLINE_S, HANG_S, WORLD, Job, Library, Rank, names, spread, state_of, target
+from faults.rows import Counting, FaultRow
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.comm.distributed import ranks_of
 from milepost.testing import CountingStore, TroubledComm

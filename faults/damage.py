@@ -20,10 +20,10 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow, Tally
 from torch.distributed.checkpoint.api import CheckpointException
 
 import milepost
+from faults.rows import Counting, FaultRow, Tally
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.testing import run_ranks
 

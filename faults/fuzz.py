@@ -1,6 +1,6 @@
 """Fuzzed bytes for every decoder, guided by what they reach. Row 20 of the table of faults.
 
-Valid inputs are changed (`faults_changes.py`) and given to a decoder (`faults_decoders.py`). Every input is followed through
+Valid inputs are changed (`changes.py`) and given to a decoder (`decoders.py`). Every input is followed through
 the decoders' own Python code (`sys.settrace`): an arc is a step from one line to another, a path is the set of arcs of one
 input. An input that is accepted becomes the parent of its path, unless one of fewer generations is; one that is refused
 becomes a parent if it reached a new arc. Parents are changed further, and parts of them go into others.
@@ -9,9 +9,9 @@ Refused inputs with nothing but a new path are no parents: decoders stop at the 
 those were measured to reach less than changes to valid ones. What C code does (msgspec, numpy) is not seen. Guided or not,
 nearly the same lines are reached; guided, about twice as many paths, and faults that only several changes make.
 
-An input may be refused with an error that the decoder documents; what is accepted is checked (`faults_sound.py`).
+An input may be refused with an error that the decoder documents; what is accepted is checked (`sound.py`).
 Seeded: one seed makes the same inputs in the same order, as long as Python's hashes are the same (`PYTHONHASHSEED=0`).
-`python benchmarks/faults_fuzz.py 20000` shows what so many inputs reach, guided and not.
+`python -m faults.fuzz 20000` shows what so many inputs reach, guided and not.
 """
 
 import inspect
@@ -24,8 +24,8 @@ from dataclasses import dataclass, field
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-from faults_changes import WATCHED
-from faults_decoders import Decoder, decoders
+from faults.changes import WATCHED
+from faults.decoders import Decoder, decoders
 
 REFUSED, ACCEPTED, WRONG = "refused", "accepted and sound", "wrongly accepted"
 FILES = frozenset(inspect.getfile(module) for module in WATCHED)

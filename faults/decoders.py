@@ -6,7 +6,6 @@ import pickle
 import random
 import re
 import struct
-import sys
 import tempfile
 import warnings
 import zipfile
@@ -23,20 +22,18 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
-from faults_changes import change_bytes, change_json, change_opcodes
-from faults_sound import leaves_fit, sound_header, sound_manifest, sound_pickle, sound_private, sound_value, tiled
 from torch.distributed.checkpoint.metadata import StorageMeta
 
 import milepost
+from attacks import forge, on_foreign
+from faults.changes import change_bytes, change_json, change_opcodes
+from faults.sound import leaves_fit, sound_header, sound_manifest, sound_pickle, sound_private, sound_value, tiled
 from milepost.core import manifest as manifests
 from milepost.core import shardfile
 from milepost.core.private_record import read_private
 from milepost.formats.read.content import read_content
 from milepost.formats.read.recognise import recognise
 from milepost.state.values import Codec
-
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-from attacks import forge, on_foreign
 
 SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 DIGITS, DATE = re.compile(rb"[0-9a-f]{16}"), re.compile(rb"[0-9-]{10}T[0-9:]{8}")

@@ -19,10 +19,10 @@ from typing import Any, Self
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow, Tally
 from torch.distributed.checkpoint.api import CheckpointException
 
 import milepost
+from faults.rows import Counting, FaultRow, Tally
 from milepost.testing import CountingStore, Crash, UnsyncedStore, run_ranks
 
 _SHUTDOWN, _NO_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN, FS_SHUTDOWN_FLAGS_NOLOGFLUSH: as if the power were gone

@@ -1,12 +1,12 @@
-"""What happens when things break: every fault of docs/faults.md, made many times, for Milepost and for DCP beside it.
+"""What happens when things break: every fault of docs/explanation/faults.md, made many times, for Milepost and for DCP beside it.
 
-    python benchmarks/faults.py --quick                              # under a minute: a few trials of each fault
-    python benchmarks/faults.py --full --markdown docs/faults.md     # all trials: the table
-    python benchmarks/faults.py --rows 1,2,13 --json rows.json
+    python faults/run.py --quick                              # under a minute: a few trials of each fault
+    python faults/run.py --full --markdown docs/explanation/faults.md     # all trials: the table
+    python faults/run.py --rows 1,2,13 --json rows.json
 
 Each fault is really made: processes are killed, calls fail, bytes are flipped, power is cut (in a model of a disk), hostile
 checkpoints are opened. A trial ends in one of a few named ways, and each row says which of them keep the promise. The
-modules `faults_*.py` make the faults; they run one after the other, each in a folder of its own that is removed afterwards.
+modules beside it make the faults; they run one after the other, each in a folder of its own that is removed afterwards.
 Nothing is timed here. Ends with 1 if a trial broke the promise or a module failed; what could not be run is "not run".
 """
 
@@ -23,16 +23,19 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-from fault_rows import FaultRow, Faults, Tally
+if __name__ == "__main__":  # a script finds what stands beside it, as `ranks`; the package is one folder up
+    sys.path[0] = str(Path(__file__).resolve().parents[1])
+
+from faults.rows import FaultRow, Faults, Tally
 
 MODULES: dict[str, tuple[int, ...]] = {
-    "faults_kills": (1, 2, 3, 24),
-    "faults_ranks": (21, 22, 25),
-    "faults_shim": (4, 5, 8, 11, 12),
-    "faults_power": (6, 7, 9, 10),
-    "faults_damage": (13, 14, 15, 16),
-    "faults_targets": (18, 23),
-    "faults_hostile": (17, 19, 20),
+    "faults.kills": (1, 2, 3, 24),
+    "faults.ranks": (21, 22, 25),
+    "faults.shim": (4, 5, 8, 11, 12),
+    "faults.power": (6, 7, 9, 10),
+    "faults.damage": (13, 14, 15, 16),
+    "faults.targets": (18, 23),
+    "faults.hostile": (17, 19, 20),
 }
 """Which module gives which rows."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})
@@ -156,7 +159,7 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         "What happens when things break. Each fault is really made, many times, and each trial ends in one of a few ways;",
         "`ok` says whether every one of them kept the promise. DCP met the same fault where it has something to compare.",
         "",
-        f"Made by `python benchmarks/faults.py {how} --markdown docs/faults.md`; do not edit. {mine:,} trials of Milepost and",
+        f"Made by `python faults/run.py {how} --markdown docs/explanation/faults.md`; do not edit. {mine:,} trials of Milepost and",
         f"{other:,} of DCP; {kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run.",
         "",
         *(f"    {line}" for line in machine.splitlines()),
@@ -224,7 +227,7 @@ def main() -> int:
     if asked.json:
         asked.json.write_text(json.dumps(json_rows(results), indent=1))
     if asked.markdown:
-        from showing import machine
+        from benchmarks.machine import machine
 
         place = asked.folder or Path(tempfile.gettempdir())
         asked.markdown.write_text(markdown(results, machine(place), asked.full))

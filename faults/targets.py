@@ -1,4 +1,4 @@
-"""Hostile folders, and states that do not fit: rows 18 and 23 of the table of faults. See `faults_damage`."""
+"""Hostile folders, and states that do not fit: rows 18 and 23 of the table of faults. See `damage.py`."""
 
 import ctypes
 import json
@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 import xxhash
-from fault_rows import Counting, FaultRow
-from faults_damage import (
+from torch.distributed.checkpoint.api import CheckpointException
+
+import milepost
+from faults.damage import (
     PAGE_BYTES,
     REFUSALS,
     Copy,
@@ -33,9 +35,7 @@ from faults_damage import (
     state_of,
     verify,
 )
-from torch.distributed.checkpoint.api import CheckpointException
-
-import milepost
+from faults.rows import Counting, FaultRow
 
 PIPE_S = 0.5
 """Who still waits at a pipe after this is stuck."""

@@ -26,12 +26,12 @@ from typing import Any, Literal, Self
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow, Tally
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import milepost
+from faults.rows import Counting, FaultRow, Tally
 from milepost.comm import Solo
 
 Library = Literal["milepost", "dcp"]

@@ -5,7 +5,7 @@
 19  Checkpoints that claim far more than they hold, each read in a process of its own that may map 1 GiB more than it has
     once torch is imported (RLIMIT_AS; torch alone maps more than 1 GiB). CPU seconds are of opening and reading only.
 20  Inputs of seven decoders, made from valid ones by changes to their JSON, opcodes and bytes; most of the manifests are
-    sealed again. Seeded, and guided by the lines of our code that each input reaches (`faults_fuzz.py` says how).
+    sealed again. Seeded, and guided by the lines of our code that each input reaches (`fuzz.py` says how).
 
 Everything runs in forks of one child that has imported torch, so that a crash is an ending like any other.
 """
@@ -33,16 +33,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow
-from faults_fuzz import ACCEPTED, REFUSED, Fuzzed, fuzz_all, reach
 from torch.distributed.checkpoint import format_utils
 
 import milepost
-
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.append(str(ROOT))
-from attacks import corpus, forge, on_foreign, run  # noqa: E402
-from attacks.on_values import canary  # noqa: E402
+from attacks import corpus, forge, on_foreign, run
+from attacks.on_values import canary
+from faults.fuzz import ACCEPTED, REFUSED, Fuzzed, fuzz_all, reach
+from faults.processes import command, environment
+from faults.rows import Counting, FaultRow
 
 MOST_BYTES, MOST_CPU_S, GIVE_UP_S = 1 << 30, 1.0, 10
 READ, EXECUTED = "read without harm", "executed"
@@ -57,9 +55,14 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
     """Rows 17, 19 and 20. Takes some seconds, or minutes if `full`."""
     counts = {(number, who): Counting() for number in (17, 19, 20) for who in ("Milepost", "DCP")}
     notes: dict[int, list[str]] = {17: [], 19: [], 20: []}
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONHASHSEED": "0"}
-    command = [sys.executable, __file__, "full" if full else "quick", str(folder)]
-    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=900, check=True)
+    done = subprocess.run(
+        command("hostile", "full" if full else "quick", str(folder)),
+        env=environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME="lo", PYTHONHASHSEED="0"),
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=900,
+        check=True,
+    )
     for number, who, endings, note in map(json.loads, done.stdout.splitlines()):
         counts[number, who].counts.update(endings)
         notes[number].extend([note] if note else [])

@@ -25,9 +25,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
-from fault_rows import Counting, FaultRow, Tally
 
 import milepost
+from faults.processes import command, environment
+from faults.rows import Counting, FaultRow, Tally
 from milepost.testing import run_ranks
 
 LIMIT_S = 60
@@ -50,11 +51,15 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
             yield FaultRow(number, "faults at system calls", "", Tally({}), frozenset(), note="needs gcc, and Linux")
         return
     preload = " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
-    environment = {**os.environ, "LD_PRELOAD": preload, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, str(folder), "full" if full else "few"]
     with (
         (folder / "errors.txt").open("w+") as errors,
-        subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True) as process,
+        subprocess.Popen(
+            command("shim", str(folder), "full" if full else "few"),
+            env=environment(LD_PRELOAD=preload, OMP_NUM_THREADS="1"),
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+        ) as process,
     ):
         try:
             yield from map(_row_from, process.stdout or [])

@@ -1,4 +1,4 @@
-"""What a fault benchmark gives: one line of the table, and the counts behind it."""
+"""What a module of faults gives: one line of the table, and the counts behind it."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator

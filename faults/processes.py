@@ -1,0 +1,18 @@
+"""How a module of faults starts another one in a process of its own."""
+
+import os
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def command(module: str, *arguments: str) -> list[str]:
+    """The command that runs a module of this folder; it needs `environment`."""
+    return [sys.executable, "-m", f"faults.{module}", *arguments]
+
+
+def environment(**more: str) -> dict[str, str]:
+    """The environment of this process, with these folders on the path of Python, and `more`."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}

@@ -1,0 +1,99 @@
+"""The savers behind functions that have no saver of their own."""
+
+import logging
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+
+from milepost.background.saver import AsyncSaver, Background
+from milepost.comm import Comm
+
+_log = logging.getLogger("milepost")
+_Key = tuple[int, Background, float]
+
+
+@dataclass(frozen=True, slots=True)
+class _Shared:
+    """A saver, and the ranks that it was made for (None: this process alone), without keeping these alive."""
+
+    saver: AsyncSaver
+    ranks: Callable[[], Any]
+    outlived: Callable[[], bool]
+
+
+class SharedSavers:
+    """The savers behind `milepost.async_save`: one for each group of ranks and way of working, made when first used.
+
+    A process group is not kept alive. When it is destroyed, its saver gives memory and process back at the next call,
+    unless a save is still under way.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._savers: dict[_Key, _Shared] = {}
+        self._retired: list[AsyncSaver] = []
+
+    def get(self, group: "dist.ProcessGroup | Comm | None", background: Background, timeout_s: float) -> AsyncSaver:
+        """The saver of these ranks: of a process group or a comm; None: of all ranks of the job."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        with self._lock:
+            self._retire()
+            key = (id(group), background, timeout_s)
+            found = self._savers.get(key)
+            if found is not None and found.ranks() is not group:
+                self._retired.append(found.saver)  # another group had this id, and its last save is still under way
+                found = None
+            if found is None:
+                saver = AsyncSaver(background=background, process_group=group, timeout_s=timeout_s)
+                found = self._savers[key] = _shared(saver, group)
+            return found.saver
+
+    def close(self) -> None:
+        """Wait for the saves under way, and give memory and processes back.
+
+        Raises the first error that the callers did not ask for, and logs the others.
+        """
+        with self._lock:
+            savers = [*self._retired, *(one.saver for one in self._savers.values())]
+            self._retired, self._savers = [], {}
+        errors = []
+        for saver in savers:
+            try:
+                saver.close()
+            except Exception as error:  # noqa: BLE001  # raised when all are closed
+                errors.append(error)
+        for other in errors[1:]:
+            _log.error("a save in the background failed too: %s", other, exc_info=other)
+        if errors:
+            raise errors[0]
+
+    def _retire(self) -> None:
+        """Drop the savers whose process group was destroyed. One with an error to raise waits for `close`."""
+        outlived = {key: one for key, one in self._savers.items() if one.outlived() and not one.saver.busy}
+        for key, one in outlived.items():
+            del self._savers[key]
+            one.saver.release()
+            if one.saver.failed:
+                self._retired.append(one.saver)
+
+
+def _shared(saver: AsyncSaver, group: Any) -> _Shared:
+    if not isinstance(group, dist.ProcessGroup):
+        # A comm, or none at all: the saver is kept until `close`, and with it what it was made from.
+        return _Shared(saver, lambda: group, lambda: False)
+    ranks = weakref.ref(group)
+    return _Shared(saver, ranks, lambda: _is_destroyed(ranks()))
+
+
+def _is_destroyed(group: "dist.ProcessGroup | None") -> bool:
+    if group is None or not dist.is_initialized():
+        return True
+    try:
+        return dist.get_rank(group) < 0
+    except ValueError:  # not registered any more
+        return True

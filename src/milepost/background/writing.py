@@ -1,0 +1,78 @@
+"""Writing one staged save: by a thread of this process, or by the writing process of this rank."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+
+from milepost.background.pending import PendingSave
+from milepost.background.process.supervisor import WriterSupervisor
+from milepost.background.staging import Staging
+from milepost.comm import Call, Comm, together
+from milepost.data.transfer import check_cancelled
+from milepost.saving.describe import Described
+from milepost.saving.options import SaveOptions
+from milepost.saving.pipeline import Receipt, save_state
+from milepost.store import Store
+
+Then = Callable[[Comm], None]
+"""Called on every rank, in the background, after the commit."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedSave:
+    """A save with the copy of the state; without one, and with the error to tell the other ranks, where that failed.
+
+    `packed_store`: the store as the writing process gets it.
+    """
+
+    pending: PendingSave
+    store: Store
+    packed_store: bytes
+    options: SaveOptions
+    staging: Staging | None
+    trouble: BaseException | None
+    then: Then | None
+
+
+def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
+    """Write from this process, with all ranks of `comm`. Raises the same error on every rank."""
+
+    def describing() -> Described:
+        if save.staging is None:
+            assert save.trouble is not None
+            raise save.trouble
+        save.staging.copy()
+        save.staging.settle()
+        check_cancelled(save.options.cancelled)
+        return save.staging.described()
+
+    return save_state(None, save.store, comm, save.options, describing)
+
+
+def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
+    """Copy the state, and let the writing process of this rank write it. Raises the same error on every rank."""
+    if save.staging is not None and save.staging.fits():
+        try:
+            save.staging.copy()
+            check_cancelled(save.options.cancelled)
+        except Exception as error:  # noqa: BLE001  # raised on every rank
+            save = replace(save, staging=None, trouble=error)
+    processes.choose(save.store.url)
+    staging = save.staging
+    if staging is None or not staging.fits():  # which it may not have done after all
+        # The process could not see what is not copied: so this thread does it, and meets the others where they are.
+        return write_by_thread(save, processes.started().comm)
+    if processes.writers is None:
+        staging.settle()  # starting them takes seconds
+    writers = processes.started()
+    processes.share(writers)
+    number = writers.hand_over(save.store.url, save.packed_store, staging.slots(), save.options)
+    staging.settle()  # not before: a trainer that dies from here on leaves a checkpoint
+    return writers.outcome(number, save.options, save.pending)
+
+
+def after_commit(comm: Comm, url: str, then: Then | None) -> None:
+    """Call `then` on every rank. An error on one rank is raised on all."""
+    if then is None:
+        return
+    together(comm, Call("saving to", url), "finishing", partial(then, comm))

@@ -1,0 +1,86 @@
+"""`async_save` with a stager: what it copied is saved in a thread of its own."""
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import partial
+from typing import Any
+
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from milepost.comm import Comm
+from milepost.dcp._engine.calls import save_with
+from milepost.dcp._engine.shared import TURNS
+from milepost.dcp._storage_utils import storage_setup
+from milepost.dcp.api import CheckpointException
+from milepost.planning.records import Metadata
+from milepost.planning.stateful_dict import expand_stateful
+
+
+def save_staged_by(
+    async_stager: AsyncStager | None,
+    state_dict: dict[str, Any],
+    storage_writer: Any,
+    checkpoint_id: Any,
+    planner: Any,
+    comm: Comm,
+) -> "Future[Metadata] | AsyncSaveResponse":
+    """Stage with the caller's stager, or with his storage if that is one, and save what it copied in a thread.
+
+    `comm`: the ranks, apart from the calls in front. Raises what the stager raises; the other ranks get it in their
+    futures.
+    """
+    stager: Any = async_stager if async_stager is not None else storage_writer
+    shared = (storage_writer, planner, async_stager)
+    if getattr(stager, "cache_staged_state_dict", True):
+        TURNS.wait(*shared)  # it may copy into the memory that an earlier save still writes from
+    staged: Any = Future()
+    try:
+        staged = stager.stage(expand_stateful(state_dict))
+    except Exception as error:
+        # The other ranks hear of it where they wait: in their saves.
+        staged.set_exception(error)
+        _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
+        raise
+    uploaded = _in_background(partial(_upload, staged, storage_writer, checkpoint_id, planner, comm), shared)
+    if isinstance(staged, Future):
+        ready: Future[None] = Future()
+        staged.add_done_callback(partial(_pass_on, ready))
+        return AsyncSaveResponse(staging_completion=ready, upload_completion=uploaded)  # type: ignore[arg-type]
+    if stager.should_synchronize_after_execute:
+        stager.synchronize_staging()
+    return uploaded
+
+
+def _in_background(save: Callable[[], Metadata], shared: tuple[Any, ...]) -> "Future[Metadata]":
+    """Run a save in a thread of its own, after those under way that use one of the same objects."""
+    before = TURNS.earlier(*shared)
+
+    def run() -> Metadata:
+        wait(before)
+        return save()
+
+    executor = ThreadPoolExecutor(1, thread_name_prefix="milepost-async-save")
+    future = executor.submit(run)
+    executor.shutdown(wait=False)  # it ends when the save has
+    TURNS.enter(future, *shared)
+    return future
+
+
+def _upload(staged: Any, storage_writer: Any, checkpoint_id: Any, planner: Any, comm: Comm) -> Metadata:
+    """Save what was staged. A failure to stage reaches the other ranks as a failure of this one, and is raised here."""
+    in_future = isinstance(staged, Future)
+    try:
+        writer = storage_setup(storage_writer, checkpoint_id, reader=False)
+        return save_with(staged.result if in_future else lambda: staged, writer, planner, comm)
+    except CheckpointException as error:
+        failed = staged.exception() if in_future else None
+        raise failed or error from None
+
+
+def _pass_on(ready: "Future[None]", staged: "Future[Any]") -> None:
+    error = staged.exception()
+    if error is None:
+        ready.set_result(None)
+    else:
+        ready.set_exception(error)

@@ -1,0 +1,75 @@
+"""Saves and loads with a planner, a storage writer or reader, or both, as `route` decides."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from milepost.comm import Announcement, Call, Comm, broadcast
+from milepost.core.wire import Wire
+from milepost.planning.default import DefaultLoadPlanner
+from milepost.planning.local_plan import save_by_local_plans
+from milepost.planning.protocol_run import MakeState, load_planned, place_of, save_planned
+from milepost.planning.records import Metadata, TensorStorageMetadata
+from milepost.planning.route import GlobalPlanner, LocalPlanner
+from milepost.planning.storage import CheckpointWriter
+from milepost.saving.options import SaveOptions
+from milepost.saving.pipeline import Receipt
+from milepost.store import Location
+
+_ENDING = Announcement("ending", Wire(tuple[int, str, int]))
+
+
+def writer_at(path: Location, options: SaveOptions) -> CheckpointWriter:
+    """Milepost's own storage writer, for a save that has a planner and no writer."""
+    return CheckpointWriter(
+        path,
+        overwrite=options.overwrite,
+        metadata=options.metadata,
+        transfer=options.transfer,
+        progress=options.progress,
+    )
+
+
+def save_with_planner(
+    state: MakeState, chosen: LocalPlanner | GlobalPlanner, comm: Comm, options: SaveOptions
+) -> Receipt:
+    """Save by the local plans of the ranks, or by the global plan. Raises the same error on every rank."""
+    state = cache(state)
+    match chosen:
+        case LocalPlanner():
+            receipt = save_by_local_plans(state, chosen, comm, options)
+            return receipt or _save_by_global_plan(state, GlobalPlanner(chosen.writer, chosen.planner), comm)
+        case GlobalPlanner():
+            return _save_by_global_plan(state, chosen, comm)
+
+
+def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm) -> Receipt:
+    writer = chosen.writer
+    metadata = save_planned(state, writer, chosen.planner, comm)
+    call = Call("saving to", place_of(writer))
+    generation, save_id, size = broadcast(comm, call, _ENDING, lambda: _summary(chosen, metadata))
+    return Receipt(place_of(writer), generation, save_id, comm.size, size)
+
+
+def _summary(chosen: GlobalPlanner, metadata: Metadata | None) -> tuple[int, str, int]:
+    """On the coordinator: the generation, the id of the save, and the bytes of all tensors."""
+    entries = metadata.state_dict_metadata.values() if metadata else ()
+    tensors = [entry for entry in entries if isinstance(entry, TensorStorageMetadata)]
+    size = sum(tensor.size.numel() * tensor.properties.dtype.itemsize for tensor in tensors)
+    writer = chosen.writer
+    if isinstance(writer, CheckpointWriter):
+        return writer.generation, writer.save_id, size
+    return 0, "", size
+
+
+def load_with_planner(state: MakeState, apply: Callable[[], None], reader: Any, planner: Any, comm: Comm) -> None:
+    """Load with a planner, a storage reader, or both, and then `apply`; those made for torch's own classes are adapted.
+
+    Raises the same error on every rank.
+    """
+    from milepost.planning.torch_adapters import adapted_load_planner, adapted_reader  # noqa: PLC0415  # slow to import
+
+    own_planner = adapted_load_planner(planner)
+    if own_planner is None:
+        own_planner = DefaultLoadPlanner()
+    load_planned(cache(state), apply, adapted_reader(reader), own_planner, comm)

@@ -1,0 +1,90 @@
+"""How to save: the keywords of a call, and the checked record that they become."""
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypedDict, Unpack
+
+from milepost.core.agreement import Plans
+from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
+from milepost.errors import InvalidRequest
+from milepost.state.values import Codec
+
+
+class SaveKeywords(TypedDict, total=False):
+    """The options of every call that saves. `milepost.save(state, path, **options)`."""
+
+    metadata: Mapping[str, Any] | None
+    """A small dict of plain values to keep with the checkpoint; the coordinator's is kept. Default: none."""
+    overwrite: bool
+    """False: refuse to replace a checkpoint. Default: True."""
+    on_difference: Literal["error", "warn"]
+    """What to do if values or replicas differ between ranks. "warn" keeps the lowest rank's. Default: "error"."""
+    compare_replicas: bool
+    """False: trust that replicated tensors are equal, which saves hashing them. Default: True."""
+    reduce_partial: bool
+    """True: sum DTensors with `Partial` placements, by a collective on their mesh. Default: refuse them."""
+    types: Iterable[type]
+    """The enum and dataclass types that occur in the state. Default: none."""
+    allow_pickle: bool
+    """True: pickle values that have no plain form. Default: False."""
+    plans: Plans | None
+    """One `Plans()` for all saves of a job: a structure that was saved before needs no planning. Default: none."""
+    host_memory_bytes: int
+    """The most memory that this rank uses beyond the state. Default: 512 MiB."""
+    transfer: Transfer | None
+    """How many threads move blocks of which size, within `host_memory_bytes`. Default: `Transfer()`."""
+    progress: Watcher | None
+    """Called on the coordinator with a `Progress` from time to time; `ProgressBar()` draws one. Default: none."""
+
+
+SAVE_OPTIONS = frozenset(SaveKeywords.__optional_keys__)
+"""The names of the options of a save."""
+
+
+@dataclass(frozen=True, slots=True)
+class SaveOptions:
+    """How to save, as `SaveKeywords` explains. `cancelled`: set to stop a save in the background."""
+
+    metadata: Mapping[str, Any]
+    codec: Codec
+    plans: Plans
+    overwrite: bool = True
+    on_difference: Literal["error", "warn"] = "error"
+    compare_replicas: bool = True
+    reduce_partial: bool = False
+    transfer: Transfer = field(default_factory=Transfer)
+    progress: Watcher | None = None
+    cancelled: threading.Event | None = None
+
+    @property
+    def spread(self) -> bool:
+        """Whether replicas share the work; where they may differ, one of them must write all of a tensor."""
+        return self.on_difference == "error"
+
+
+def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
+    """The options as callers of `milepost.save` give them. Raises InvalidRequest, naming an option that is wrong."""
+    unknown = sorted(given.keys() - SAVE_OPTIONS)
+    if unknown:
+        known = ", ".join(sorted(SAVE_OPTIONS))
+        raise InvalidRequest(f"{', '.join(unknown)}: a save has no such option. Its options are {known}")
+    plans, transfer = given.get("plans"), given.get("transfer")
+    return SaveOptions(
+        metadata=given.get("metadata") or {},
+        codec=Codec(given.get("types", ()), given.get("allow_pickle", False)),
+        plans=plans if plans is not None else Plans(),
+        overwrite=given.get("overwrite", True),
+        on_difference=one_of("on_difference", given.get("on_difference", "error"), ("error", "warn")),
+        compare_replicas=given.get("compare_replicas", True),
+        reduce_partial=given.get("reduce_partial", False),
+        transfer=(transfer or Transfer()).within(given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
+        progress=given.get("progress"),
+    )
+
+
+def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
+    """The value. Raises InvalidRequest if it is not among the known ones."""
+    if value not in known:
+        raise InvalidRequest(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}")
+    return value

@@ -1,0 +1,207 @@
+"""A wrong option on one rank is raised on every rank, at once, by every call. Nothing is saved or loaded."""
+
+import time
+
+import pytest
+import torch
+
+import milepost
+from milepost.errors import CheckpointError, InvalidRequest, StorageError
+from milepost.planning import CheckpointReader, CheckpointWriter, DefaultLoadPlanner, DefaultSavePlanner
+from milepost.store import MemoryStore
+from milepost.testing import CountingStore, run_ranks
+
+WORLD, ODD = 3, 1
+TIMEOUT_S = 60.0
+PROMPT_S = 25.0
+"""What ends within this did not wait for a timeout."""
+
+
+class Renaming(DefaultSavePlanner):
+    def set_up_planner(self, state_dict, storage_meta=None, is_coordinator=False):
+        super().set_up_planner({f"new.{k}": v for k, v in state_dict.items()}, storage_meta, is_coordinator)
+
+
+class Global(DefaultSavePlanner):
+    def create_global_plan(self, all_plans):
+        return super().create_global_plan(all_plans)
+
+
+def state():
+    return {"w": torch.ones(3), "step": 1}
+
+
+def outcomes(call, odd=ODD, **wrong):
+    """What `call(comm, **options)` raised on each rank; only one of them gets the wrong options."""
+
+    def work(comm):
+        try:
+            call(comm, **(wrong if comm.rank == odd else {}))
+        except Exception as error:
+            return error
+        return None
+
+    start = time.monotonic()
+    found = run_ranks(WORLD, work, timeout_s=TIMEOUT_S)
+    assert time.monotonic() - start < PROMPT_S
+    return found
+
+
+def check(errors, text, odd=ODD):
+    for error in errors:
+        assert isinstance(error, InvalidRequest), errors
+        assert text in str(error)
+    for rank, error in enumerate(errors):
+        if rank != odd:
+            assert list(error.failures) == [odd]
+
+
+WRONG_SAVES = [
+    ({"colour": 1}, "colour"),
+    ({"on_difference": "ignore"}, "on_difference"),
+    ({"host_memory_bytes": 1}, "host_"),
+]
+WRONG_LOADS = [({"colour": 1}, "colour"), ({"host_memory_bytes": 1}, "host_memory_bytes")]
+PLANNERS = [None, DefaultSavePlanner, Renaming, Global]
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("wrong", "text"), WRONG_SAVES)
+def test_save(wrong, text, planner, odd):
+    store = MemoryStore()
+
+    def call(comm, **options):
+        milepost.save(state(), store, process_group=comm, planner=planner and planner(), **options)
+
+    check(outcomes(call, odd, **wrong), text, odd)
+    assert not store.objects
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+def test_save_with_a_storage_writer(odd):
+    store = MemoryStore()
+
+    def call(comm, **options):
+        milepost.save(state(), storage_writer=CheckpointWriter(store), process_group=comm, **options)
+
+    check(outcomes(call, odd, colour=1), "colour", odd)
+    assert not store.objects
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("planner", [None, DefaultLoadPlanner])
+@pytest.mark.parametrize(("wrong", "text"), WRONG_LOADS)
+def test_load(wrong, text, planner, odd):
+    store, target = MemoryStore(), {"w": torch.zeros(3), "step": 0}
+    milepost.save(state(), store)
+
+    def call(comm, **options):
+        milepost.load(target, store, process_group=comm, planner=planner and planner(), **options)
+
+    check(outcomes(call, odd, **wrong), text, odd)
+    assert target["step"] == 0
+    if planner is None:  # planners of other ranks may read before they hear of it
+        assert not target["w"].any()
+
+
+def test_load_with_a_storage_reader():
+    store = MemoryStore()
+    milepost.save(state(), store)
+
+    def call(comm, **options):
+        milepost.load(state(), storage_reader=CheckpointReader(store), process_group=comm, **options)
+
+    check(outcomes(call, colour=1), "colour")
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+def test_explain(odd):
+    store = MemoryStore()
+    milepost.save(state(), store)
+
+    def call(comm, **options):
+        milepost.explain(state(), store, process_group=comm, **options)
+
+    check(outcomes(call, odd, verify=False), "verify", odd)
+
+
+@pytest.fixture
+def shared():
+    yield
+    milepost.close_async()
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("wrong", "text"), [*WRONG_SAVES, ({"stage": "later"}, "stage")])
+def test_async_save(wrong, text, planner, odd):
+    store = MemoryStore()
+
+    def call(comm, **options):
+        own = planner and planner()
+        milepost.async_save(state(), store, process_group=comm, planner=own, **options).result(TIMEOUT_S)
+
+    check(outcomes(call, odd, **wrong), text, odd)
+    assert not store.objects
+
+
+@pytest.mark.usefixtures("shared")
+def test_async_save_in_a_background_that_does_not_exist():
+    store = MemoryStore()
+
+    def call(comm, **options):
+        milepost.async_save(state(), store, process_group=comm, **options).result(TIMEOUT_S)
+
+    check(outcomes(call, background="fork"), "background")
+
+
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("odd", [0, ODD])
+def test_prewarm(odd):
+    def call(comm, **options):
+        milepost.prewarm(state(), process_group=comm, **options)
+
+    check(outcomes(call, odd, colour=1), "colour", odd)
+
+
+class Full(CountingStore):
+    def before(self, number, call):
+        if call.startswith("create"):
+            raise StorageError("No space left on device")
+
+
+def test_a_wrong_option_does_not_hide_the_error_of_an_earlier_save():
+    def work(comm):
+        with milepost.AsyncSaver(process_group=comm) as saver:
+            saver.save(state(), Full(MemoryStore()))
+            saver.join()
+            met = []
+            for options in ({"colour": 1} if comm.rank == ODD else {}, {}):
+                try:
+                    saver.save(state(), "memory://after-an-error", **options).result(TIMEOUT_S)
+                except CheckpointError as error:
+                    met.append(str(error))
+            return met
+
+    for met in run_ranks(WORLD, work, timeout_s=TIMEOUT_S):
+        assert len(met) == 1
+        assert "No space left" in met[0]
+
+
+def test_a_wrong_option_in_one_process_does_not_take_the_error_of_an_earlier_save():
+    saver = milepost.AsyncSaver()
+    saver.save(state(), Full(MemoryStore()))
+    with pytest.raises(StorageError, match="No space left"):
+        saver.refuse("memory://refused", InvalidRequest("wrong"))
+    with pytest.raises(InvalidRequest, match="wrong"):
+        saver.refuse("memory://refused", InvalidRequest("wrong"))
+    saver.close()
+
+
+@pytest.mark.parametrize("call", [milepost.save, milepost.load, milepost.explain, milepost.async_save])
+def test_one_process(call):
+    with pytest.raises(InvalidRequest, match=r"colour, shape: .* no such option"):
+        call(state(), "memory://one-process", colour=1, shape=2)
+    milepost.close_async()
