@@ -1,7 +1,7 @@
-"""What happens when things break: every fault of docs/faults.md, made many times, for Milepost and for DCP beside it.
+"""What happens when things break: every fault of docs/explanation/faults.md, made many times, for Milepost and for DCP beside it.
 
     python faults/run.py --quick                              # under a minute: a few trials of each fault
-    python faults/run.py --full --markdown docs/faults.md     # all trials: the table
+    python faults/run.py --full --markdown docs/explanation/faults.md     # all trials: the table
     python faults/run.py --rows 1,2,13 --json rows.json
 
 Each fault is really made: processes are killed, calls fail, bytes are flipped, power is cut (in a model of a disk), hostile
@@ -159,7 +159,7 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         "What happens when things break. Each fault is really made, many times, and each trial ends in one of a few ways;",
         "`ok` says whether every one of them kept the promise. DCP met the same fault where it has something to compare.",
         "",
-        f"Made by `python faults/run.py {how} --markdown docs/faults.md`; do not edit. {mine:,} trials of Milepost and",
+        f"Made by `python faults/run.py {how} --markdown docs/explanation/faults.md`; do not edit. {mine:,} trials of Milepost and",
         f"{other:,} of DCP; {kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run.",
         "",
         *(f"    {line}" for line in machine.splitlines()),

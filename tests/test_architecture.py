@@ -28,7 +28,7 @@ LAYERS = [
     ["steps"],
     ["", "dcp", "testing"],
 ]
-"""Folders and modules, bottom to top, as docs/design.md draws them. Those on one line do not import each other."""
+"""Folders and modules, bottom to top, as docs/explanation/design.md draws them. Those on one line do not import each other."""
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}
 PURE |= {"numpy", "operator", "types", "xxhash"}
 

@@ -1,0 +1,152 @@
+"""Runs the code blocks of a Markdown page, in order, in one process, and gives what each of them printed.
+
+A `python` block runs. If its first line is `# name.py`, it is written to that file instead. A `text` block shows what
+the blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block,
+lines with `$ ` are commands for a shell, and the lines below a command are found in its output, in this order.
+
+    python tests/pages.py docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
+"""
+
+import atexit
+import multiprocessing
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import traceback
+import types
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r"\A# (\w+\.py)\n")
+MARK = "\x1eblock"
+LIMIT_S = 150.0
+PRELOADED = [
+    "torch.distributed.fsdp",
+    "torch.distributed.checkpoint",
+    "milepost.api",
+    "milepost.dcp",
+    "milepost.testing",
+]
+"""One server imports these, and each page is a fork of it: importing torch takes longer than most pages."""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """One fenced block: its language, its text, and where the text stands in the page."""
+
+    kind: str
+    text: str
+    start: int
+    end: int
+
+
+def blocks(page):
+    """All fenced blocks of a page."""
+    return [Block(found[1], found[2], found.start(2), found.end(2)) for found in BLOCK.finditer(page.read_text())]
+
+
+def execute(sources, folder, environment):
+    """Run the blocks as one program, with a mark before the output of each. The target of the forked process."""
+    os.chdir(folder)
+    os.environ.update(environment)
+    output = os.open(folder / ".output", os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(output, stream)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    warnings.simplefilter("error")
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    for number, source in enumerate(sources):
+        print(MARK, flush=True)
+        try:
+            exec(compile(source, f"block {number}", "exec"), vars(main))
+        except BaseException:
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        sys.stdout.flush()
+    atexit._run_exitfuncs()
+
+
+def run_python(sources, folder):
+    """What each of the blocks printed. Raises AssertionError, with the output, if one of them fails."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=execute, args=(sources, folder, group))
+    process.start()
+    process.join(LIMIT_S)
+    if process.exitcode is None:
+        process.kill()
+        process.join()
+    printed = (folder / ".output").read_text().replace(f"{folder}/", "")
+    assert process.exitcode == 0, f"exit code {process.exitcode}:\n{printed.replace(MARK, '-----')}"
+    return printed.split(f"{MARK}\n")[1:]
+
+
+def run_commands(text, folder):
+    """Run the commands of a `console` block, and look for the lines below each in its output."""
+    root = Path(__file__).parent.parent
+    environment = os.environ | {
+        "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHONPATH": str(root / "src"),
+        "OMP_NUM_THREADS": "1",
+    }
+    for command, shown in re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        rest = done.stdout
+        for line in shown.splitlines():
+            assert line in rest, f"$ {command}\ndoes not print {line!r} (or not in this order) but\n{done.stdout}"
+            rest = rest.partition(line)[2]
+
+
+def shows(text, printed):
+    """Whether the text of a block is part of what was printed."""
+    return re.search(re.escape(text.strip()).replace(r"\.\.\.", ".*?"), printed) is not None
+
+
+def check(page, folder, stale=None):
+    """Run a page in an empty folder and compare. With `stale`, put (block, printed) there instead of failing."""
+    everything = blocks(page)
+    programs = [b.text for b in everything if b.kind == "python" and not FILE.match(b.text)]
+    outputs = iter(run_python(programs, folder) if programs else [])
+    printed = ""
+    for block in everything:
+        name = FILE.match(block.text)
+        if block.kind == "python" and name:
+            (folder / name[1]).write_text(block.text)
+        elif block.kind == "python":
+            printed += next(outputs)
+        elif block.kind == "console":
+            run_commands(block.text, folder)
+        elif block.kind == "text":
+            if not block.text.strip() or not shows(block.text, printed):
+                assert stale is not None, f"{page} shows\n{block.text}\nbut this was printed:\n{printed}"
+                stale.append((block, printed))
+            printed = ""
+
+
+def update(page):
+    """Rewrite the `text` blocks of a page that are not what its code prints."""
+    stale = []
+    with tempfile.TemporaryDirectory() as folder:
+        check(page, Path(folder), stale)
+    text = page.read_text()
+    for block, printed in reversed(stale):
+        text = text[: block.start] + printed.rstrip() + "\n" + text[block.end :]
+    page.write_text(text)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        update(Path(name))
