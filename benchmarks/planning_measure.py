@@ -245,7 +245,7 @@ def plan_of_one_rank(job: Job) -> float:
     def plan() -> int:
         described = describe(state, comm, Codec(), {})
         heard = msgspec.json.decode(packed, type=Terms)
-        mine = make_plan(heard, group_of(rank, heard.groups), described.table, job.world, spread=True)
+        mine = make_plan(heard, group_of(rank, heard.groups), described.table, job.world, share_replicas=True)
         return sum(len(list(written_by(t, mine.layouts[t.layout], rank))) for t in mine.tensors)
 
     return cpu_s(plan)[0]

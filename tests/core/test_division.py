@@ -31,7 +31,7 @@ def planned(draw: st.DrawFn, world: int) -> Planned:
     drawn = [draw(shapes(max_dims=3, max_size=8)) for _ in range(draw(st.integers(1, 3)))]
     by_key = {f"{i}": draw(layouts(shape, range(world))) for i, shape in enumerate(drawn)}
     rows = [row(f"{i}", shape) for i, shape in enumerate(drawn)]
-    tensors, found = share_out(rows, by_key, world, spread=draw(st.booleans()))
+    tensors, found = share_out(rows, by_key, world, share_replicas=draw(st.booleans()))
     if draw(st.booleans()):
         many = st.integers(1, 9)
         tensors = tuple(
@@ -180,7 +180,7 @@ def test_tensors_of_pipeline_stages_are_balanced_within_each_stage(rows):
 @examples(50)
 @given(many_rows())
 def test_without_spreading_the_first_holder_writes_everything_in_one_piece(rows):
-    tensors, found = share_out(rows, {r.key: Whole("3,1,2") for r in rows}, 4, spread=False)
+    tensors, found = share_out(rows, {r.key: Whole("3,1,2") for r in rows}, 4, share_replicas=False)
     writers = Counter(rank for rank in range(4) for _ in items_of(rank, (tensors, found)))
     assert writers == {3: len(rows)}
 

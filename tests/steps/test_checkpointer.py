@@ -94,9 +94,9 @@ def test_options_go_to_every_call_that_has_them(tmp_path):
         ({"keep_best": 1.5, "best": "loss"}, "keep_best"),
         ({"keep_best": 2}, "keep_best needs the name of a metric"),
         ({"best": "loss", "mode": "largest"}, 'mode is "min" or "max"'),
-        ({"colour": 1}, "colour: no option for every save and load"),
+        ({"colour": 1}, "colour: no option of every save or load"),
         ({"plans": None}, "plans"),
-        ({"planner": None}, "pass it to `save` or `restore`"),
+        ({"planner": None}, "pass save_planner or load_planner"),
     ],
 )
 def test_wrong_rules_and_options_are_refused(tmp_path, options, text):
@@ -114,7 +114,7 @@ def test_wrong_calls_are_refused_and_leave_nothing(tmp_path):
             keeper.save(state(1), 1, metrics=metrics)
     with pytest.raises(InvalidRequest, match="pass `metrics=`"):
         keeper.save(state(1), 1, metadata={"metrics": {}})
-    with pytest.raises(InvalidRequest, match="allow_missing: no option for a save"):
+    with pytest.raises(InvalidRequest, match="allow_missing: a save has no such option"):
         keeper.save(state(1), 1, allow_missing=True)
     with pytest.raises(InvalidRequest, match="a step is a whole number"):
         keeper.restore(state(0), step=-3)

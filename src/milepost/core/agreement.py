@@ -52,18 +52,18 @@ class Overview(msgspec.Struct, frozen=True):
     per_rank: tuple[PerRankValue, ...]
 
 
-def agreement_id(groups: list[tuple[str, bytes]], spread: bool) -> bytes:
+def agreement_id(groups: list[tuple[str, bytes]], share_replicas: bool) -> bytes:
     """The same exactly when the same ranks hold tables of the same structure, and write by the same rule."""
-    return xxhash.xxh3_64(msgspec.msgpack.encode((groups, spread))).digest()
+    return xxhash.xxh3_64(msgspec.msgpack.encode((groups, share_replicas))).digest()
 
 
-def find_terms(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, spread: bool) -> Terms:
+def find_terms(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, share_replicas: bool) -> Terms:
     """The terms for these groups of ranks, each of which has one of the tables."""
     shared: tuple[SharedTensor, ...] = ()
     if len(tables) > 1:
         counts = Counter(row.key for table in tables for row in table.tensors)
         shared = tuple(SharedTensor(row, merged.layouts[row.key]) for row in merged.tensors if counts[row.key] > 1)
-    return Terms(agreement_id(groups, spread), tuple(ranks for ranks, _ in groups), shared)
+    return Terms(agreement_id(groups, share_replicas), tuple(ranks for ranks, _ in groups), shared)
 
 
 class Settled(msgspec.Struct, frozen=True):
@@ -74,23 +74,27 @@ class Settled(msgspec.Struct, frozen=True):
     overview: Overview
 
 
-def settle(groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, world: int, spread: bool) -> Settled:
+def conclude(
+    groups: list[tuple[str, bytes]], tables: list[Table], merged: Merged, world: int, share_replicas: bool
+) -> Settled:
     """The agreement of these groups of ranks, whose tables were merged without a problem."""
-    terms = find_terms(groups, tables, merged, spread)
-    plans = [make_plan(terms, group, table, world, spread) for (group, _), table in zip(groups, tables, strict=True)]
+    terms = find_terms(groups, tables, merged, share_replicas)
+    plans = [
+        make_plan(terms, group, table, world, share_replicas) for (group, _), table in zip(groups, tables, strict=True)
+    ]
     return Settled(terms, tuple(plans), overview(terms, plans, merged))
 
 
-def make_plan(terms: Terms, group: str, table: Table, world: int, spread: bool) -> GroupPlan:
+def make_plan(terms: Terms, group: str, table: Table, world: int, share_replicas: bool) -> GroupPlan:
     """The plan of the ranks in `group`, which have this table."""
     shared = {s.row.key: s for s in terms.shared}
     own = [row for row in table.tensors if row.key not in shared]
     layouts: dict[str, Layout] = {row.key: row.layout or Whole(group) for row in own}
-    tensors, found = share_out(own, layouts, world, spread)
+    tensors, found = share_out(own, layouts, world, share_replicas)
     if not shared:
         return GroupPlan(terms.id, group, tensors, found)
     everywhere, cuts = share_out(
-        [s.row for s in terms.shared], {key: s.layout for key, s in shared.items()}, world, spread
+        [s.row for s in terms.shared], {key: s.layout for key, s in shared.items()}, world, share_replicas
     )
     index = {layout: i for i, layout in enumerate(dict.fromkeys((*found, *cuts)))}
     mine = {row.key for row in table.tensors}
@@ -131,20 +135,22 @@ class Plans:
     def __len__(self) -> int:
         return len(self._plans)
 
-    def find(self, digest: bytes, world: int, spread: bool) -> GroupPlan | None:
+    def find(self, digest: bytes, world: int, share_replicas: bool) -> GroupPlan | None:
         """The plan that was last agreed on for a table of this digest."""
-        plan = self._plans.get((digest, world, spread))
+        plan = self._plans.get((digest, world, share_replicas))
         if plan is not None:
-            self._plans.move_to_end((digest, world, spread))
+            self._plans.move_to_end((digest, world, share_replicas))
         return plan
 
     def overview(self, agreement: bytes) -> Overview | None:
         """What the coordinator keeps for an agreement."""
         return self._overviews.get(agreement)
 
-    def keep(self, digest: bytes, world: int, spread: bool, plan: GroupPlan, everything: Overview | None) -> None:
+    def keep(
+        self, digest: bytes, world: int, share_replicas: bool, plan: GroupPlan, everything: Overview | None
+    ) -> None:
         """Remember a plan, and on the coordinator its overview."""
-        self._plans[digest, world, spread] = plan
+        self._plans[digest, world, share_replicas] = plan
         if everything is not None:
             self._overviews[plan.id] = everything
         while len(self._plans) > self._size:

@@ -44,18 +44,18 @@ class PlannedRead(msgspec.Struct, frozen=True, gc=False):
 
 
 def share_out(
-    rows: Iterable[TensorRow], layouts: Mapping[str, Layout], world: int, spread: bool = True
+    rows: Iterable[TensorRow], layouts: Mapping[str, Layout], world: int, share_replicas: bool = True
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
     """The manifest's tensors, each with a number of parts and a turn, so that all ranks write about equally much.
 
-    With `spread=False` the first holder of each box writes all of it. Takes time in proportion to the tensors, and
+    With `share_replicas=False` the first holder of each box writes all of it. Takes time in proportion to the tensors, and
     looks at the ranks only once for each layout.
     """
     order = list(rows)
     index: dict[Layout, int] = {}
     for row in order:
         index.setdefault(layouts[row.key], len(index))
-    turns = _take_turns(order, layouts, world) if spread else {}
+    turns = _take_turns(order, layouts, world) if share_replicas else {}
     tensors = tuple(
         Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *turns.get(r.key, (1, 0)), kind=r.kind) for r in order
     )

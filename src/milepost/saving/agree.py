@@ -5,7 +5,7 @@ import zlib
 import msgspec
 
 from milepost.comm import Bytes, Call, Comm, Deferred, Meeting, meet
-from milepost.core.agreement import GroupPlan, Overview, Plans, Terms, group_of, group_ranks, make_plan, settle
+from milepost.core.agreement import GroupPlan, Overview, Plans, Terms, conclude, group_of, group_ranks, make_plan
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Merged, Table, merge_tables
 from milepost.core.wire import Wire
@@ -21,8 +21,8 @@ _AGREEING = Meeting("agreeing on the layout", Bytes(), Wire.json(Terms))
 class _Council:
     """The coordinator's side of an agreement: it groups digests, merges tables, and keeps the overview."""
 
-    def __init__(self, comm: Comm, table: Table | None, spread: bool) -> None:
-        self._comm, self._table, self._spread = comm, table, spread
+    def __init__(self, comm: Comm, table: Table | None, share_replicas: bool) -> None:
+        self._comm, self._table, self._share_replicas = comm, table, share_replicas
         self._groups: list[tuple[str, bytes]] = []
         self.overview: Overview | None = None
         self.plan: GroupPlan | None = None
@@ -33,31 +33,31 @@ class _Council:
         if len(self._groups) > 1:
             return Terms(b"", tuple(ranks for ranks, _ in self._groups))
         assert self._table is not None
-        return self._settle([self._table])
+        return self._conclude([self._table])
 
     def hear_tables(self, packed: list[bytes]) -> Terms:
         """Merge the tables of all groups. Raises RanksDisagree, with everything that contradicts."""
-        return self._settle(
+        return self._conclude(
             [_TABLES.unpack(zlib.decompress(packed[unpack_ranks(ranks)[0]])) for ranks, _ in self._groups]
         )
 
     @CollectionPaused()
-    def _settle(self, tables: list[Table]) -> Terms:
+    def _conclude(self, tables: list[Table]) -> Terms:
         merged: Merged = merge_tables(
             [(unpack_ranks(ranks), table) for (ranks, _), table in zip(self._groups, tables, strict=True)]
         )
         if merged.problems:
             raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-        settled = settle(self._groups, tables, merged, self._comm.size, self._spread)
+        settled = conclude(self._groups, tables, merged, self._comm.size, self._share_replicas)
         self.overview = settled.overview
         groups = settled.terms.groups
         self.plan = settled.plans[groups.index(group_of(self._comm.rank, groups))]
         return settled.terms
 
 
-def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, spread: bool) -> GroupPlan:
+def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, share_replicas: bool) -> GroupPlan:
     """The plan of this rank, agreed with all others and kept in `plans`. A deferred error is raised on all ranks."""
-    council = _Council(comm, described.result.table if described.result else None, spread)
+    council = _Council(comm, described.result.table if described.result else None, share_replicas)
     terms = meet(comm, call, _DESCRIBING, lambda: described.get().digest, council.hear_digests)
     if not terms.id:
         speakers = {unpack_ranks(group)[0] for group in terms.groups}
@@ -71,6 +71,8 @@ def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, 
         terms = meet(comm, call, _AGREEING, speak, council.hear_tables)
     mine = described.get()
     with CollectionPaused():
-        plan = council.plan or make_plan(terms, group_of(comm.rank, terms.groups), mine.table, comm.size, spread)
-    plans.keep(mine.digest, comm.size, spread, plan, council.overview)
+        plan = council.plan or make_plan(
+            terms, group_of(comm.rank, terms.groups), mine.table, comm.size, share_replicas
+        )
+    plans.keep(mine.digest, comm.size, share_replicas, plan, council.overview)
     return plan

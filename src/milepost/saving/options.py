@@ -11,11 +11,9 @@ from milepost.errors import InvalidRequest
 from milepost.state.values import Codec
 
 
-class SaveKeywords(TypedDict, total=False):
-    """The options of every call that saves. `milepost.save(state, path, **options)`."""
+class SaveSettings(TypedDict, total=False):
+    """The options that all saves of a run may share."""
 
-    metadata: Mapping[str, Any] | None
-    """A small dict of plain values to keep with the checkpoint; the coordinator's is kept. Default: none."""
     overwrite: bool
     """False: refuse to replace a checkpoint. Default: True."""
     on_difference: Literal["error", "warn"]
@@ -28,8 +26,6 @@ class SaveKeywords(TypedDict, total=False):
     """The enum and dataclass types that occur in the state. Default: none."""
     allow_pickle: bool
     """True: pickle values that have no plain form. Default: False."""
-    plans: Plans | None
-    """One `Plans()` for all saves of a job: a structure that was saved before needs no planning. Default: none."""
     host_memory_bytes: int
     """The most memory that this rank uses beyond the state. Default: 512 MiB."""
     transfer: Transfer | None
@@ -38,6 +34,16 @@ class SaveKeywords(TypedDict, total=False):
     """Called on the coordinator with a `Progress` from time to time; `ProgressBar()` draws one. Default: none."""
 
 
+class SaveKeywords(SaveSettings, total=False):
+    """The options of every call that saves. `milepost.save(state, path, **options)`."""
+
+    metadata: Mapping[str, Any] | None
+    """A small dict of plain values to keep with the checkpoint; the coordinator's is kept. Default: none."""
+    plans: Plans | None
+    """One `Plans()` for all saves of a job: a structure that was saved before needs no planning. Default: none."""
+
+
+SAVE_SETTINGS = frozenset(SaveSettings.__optional_keys__)
 SAVE_OPTIONS = frozenset(SaveKeywords.__optional_keys__)
 """The names of the options of a save."""
 
@@ -58,7 +64,7 @@ class SaveOptions:
     cancelled: threading.Event | None = None
 
     @property
-    def spread(self) -> bool:
+    def share_replicas(self) -> bool:
         """Whether replicas share the work; where they may differ, one of them must write all of a tensor."""
         return self.on_difference == "error"
 

@@ -155,7 +155,7 @@ class _Save:
         return _Start(aim, plan.id if plan is not None and known else b"")
 
     def _find_plan(self, described: Described) -> GroupPlan | None:
-        return self.options.plans.find(described.digest, self.comm.size, self.options.spread)
+        return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)
 
     def _known_plan(self, described: Described | None, agreement: bytes) -> GroupPlan | None:
         """The plan of an earlier save by this agreement; None if this rank has none, or its structure changed."""
@@ -163,7 +163,7 @@ class _Save:
         return plan if plan is not None and plan.id == agreement else None
 
     def _agree(self, described: Deferred[Described]) -> GroupPlan:
-        return agree(self.comm, self.call, described, self.options.plans, self.options.spread)
+        return agree(self.comm, self.call, described, self.options.plans, self.options.share_replicas)
 
     def _write(
         self, attempt: Attempt, described: Deferred[Described], plan: GroupPlan | None, *, final: bool

@@ -4,9 +4,10 @@ Every rank of the job makes the same calls. The coordinator decides what to rest
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
 
 from milepost.api import load, save
 from milepost.background.pending import PendingSave
@@ -21,9 +22,9 @@ from milepost.core.wire import Wire
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
-from milepost.loading.options import LOAD_OPTIONS
+from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from milepost.saving.options import SAVE_OPTIONS
+from milepost.saving.options import SAVE_OPTIONS, SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
@@ -79,6 +80,10 @@ class StorageCheckpointer:
         return load(state, storage_reader=self._reader, planner=self._planners[1], process_group=self._ranks())
 
 
+class RunKeywords(SaveSettings, LoadKeywords, total=False):
+    """The options of `Checkpointer`: those of every save and load."""
+
+
 class Checkpointer:
     """The checkpoints of a run: one for each step, in the folders `path/step-0000000100` and so on.
 
@@ -122,11 +127,12 @@ class Checkpointer:
         stage: Way = "auto",
         staging_bytes: int | None = None,
         when_busy: WhenBusy = "wait",
-        **options: Any,
+        **options: Unpack[RunKeywords],
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
-        _check_options(options, (_SAVE | _LOAD) - {"planner"}, "every save and load")
-        self._options = options
+        _check_options(options.keys())
+        self._for_saves: SaveSettings = _only(SAVE_SETTINGS, options)
+        self._for_loads: LoadKeywords = _only(LOAD_OPTIONS, options)
         self._shelf = Shelf(store_at(path))
         self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
@@ -138,7 +144,7 @@ class Checkpointer:
             timeout_s=timeout_s,
         )
         self._saver: AsyncSaver | None = None
-        self._planners = {"save": save_planner, "load": load_planner}
+        self._save_planner, self._load_planner = save_planner, load_planner
         self._plans = Plans()
         self._closed = False
 
@@ -157,7 +163,8 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
-        **options: Any,
+        planner: SavePlanner | None = None,
+        **options: Unpack[SaveSettings],
     ) -> Receipt:
         """Save `state` as this step, on every rank, and then remove the steps that the rules do not keep.
 
@@ -169,7 +176,6 @@ class Checkpointer:
         not whole, CheckpointDamaged is raised. A step that cannot be removed is logged, and the next save tries again.
         """
         self._check_open()
-        _check_options(options, _SAVE, "a save")
         place, comm = self._shelf.place(step), self._ranks()
         earlier = self._saver.take_error() if self._saver is not None else None
         if earlier is not None:
@@ -180,8 +186,8 @@ class Checkpointer:
                 metadata = _with_metrics(metadata, metrics)
             except Exception as error:  # noqa: BLE001  # raised by `refuse`
                 refuse(place, comm, error)
-        given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
-        receipt = save(state, place, metadata=metadata, plans=self._plans, process_group=comm, **given)
+        given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
+        receipt = save(state, place, planner=planner or self._save_planner, process_group=comm, **given)
         self._retain(comm, step)
         return receipt
 
@@ -193,7 +199,9 @@ class Checkpointer:
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
-        **options: Any,
+        stage: Way | None = None,
+        planner: SavePlanner | None = None,
+        **options: Unpack[SaveSettings],
     ) -> PendingSave:
         """Save `state` as this step while training goes on, on every rank. Returns when the caller may go on.
 
@@ -202,9 +210,7 @@ class Checkpointer:
         here, by `save`, `wait` or `close`.
         """
         self._check_open()
-        _check_options(options, _SAVE | {"stage"}, "a save")
         place = self._shelf.place(step)
-        given = {"planner": self._planners["save"], **self._given(_SAVE), **options}
         metadata, comm = dict(metadata or {}), self._ranks()
         if comm.rank == comm.coordinator:
             try:
@@ -212,15 +218,21 @@ class Checkpointer:
             except Exception as error:
                 self._background().refuse(place, error)
                 raise
+        given: SaveKeywords = {"metadata": metadata, "plans": self._background().plans, **self._for_saves, **options}
         return self._background().save(
-            state, place, metadata=metadata, optimizer=optimizer, then=lambda comm: self._retain(comm, step), **given
+            state,
+            place,
+            stage=stage,
+            optimizer=optimizer,
+            planner=planner or self._save_planner,
+            then=lambda comm: self._retain(comm, step),
+            **given,
         )
 
     def prewarm(self, state: Any) -> None:
         """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""
         self._check_open()
-        given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
-        self._background().prewarm(state, **given)
+        self._background().prewarm(state, **self._for_saves)
 
     def _background(self) -> AsyncSaver:
         if self._saver is None:
@@ -249,7 +261,8 @@ class Checkpointer:
         *,
         default: int | None = None,
         verify_first: bool | None = None,
-        **options: Any,
+        planner: LoadPlanner | None = None,
+        **options: Unpack[LoadKeywords],
     ) -> int:
         """Load the newest whole checkpoint into `state`, in place, on every rank, and return its step.
 
@@ -265,22 +278,25 @@ class Checkpointer:
         Further options are those of `milepost.load`.
         """
         self._check_open()
-        _check_options(options, _LOAD, "a restore")
         if isinstance(state, tuple):
             raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
-        options = {"planner": self._planners["load"], **self._given(_LOAD), **options}
+        given: LoadKeywords = {**self._for_loads, **options}
         step = None if step is None else checked_step(step)
         self._finish()
         comm = self._ranks()
         if verify_first is None:
-            verify_first = bool(options.get("allow_missing"))
+            verify_first = bool(given.get("allow_missing"))
         skipped: dict[int, str] = {}
         while True:
             chosen = self._choose(comm, step, skipped)
             if chosen is None:
                 return self._nothing(skipped, default)
             try:
-                self._load(comm, chosen, state, options, verify_first=verify_first)
+                place = self._shelf.place(chosen)
+                if verify_first:
+                    call = Call("restoring from", place.url)
+                    together(comm, call, "verifying", partial(_verify, comm, place, given))
+                load(state, place, planner=planner or self._load_planner, process_group=comm, **given)
             except CheckpointError as error:
                 if step is not None or not _allows_another(error):
                     raise
@@ -315,12 +331,6 @@ class Checkpointer:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get that back instead")
         return default
 
-    def _load(self, comm: Comm, step: int, state: Any, options: Mapping[str, Any], *, verify_first: bool) -> None:
-        place = self._shelf.place(step)
-        if verify_first:
-            together(comm, Call("restoring from", place.url), "verifying", lambda: _verify(comm, place, options))
-        load(state, place, process_group=comm, **options)
-
     def steps(self) -> list[int]:
         """The committed steps, oldest first. May be called on one rank alone."""
         self._check_open()
@@ -342,8 +352,8 @@ class Checkpointer:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
-        given = {name: self._options[name] for name in ("types", "allow_pickle") if name in self._options}
-        return open_checkpoint(self._shelf.place(chosen), **given)
+        types, allow_pickle = self._for_loads.get("types", ()), self._for_loads.get("allow_pickle", False)
+        return open_checkpoint(self._shelf.place(chosen), types=types, allow_pickle=allow_pickle)
 
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
@@ -395,22 +405,23 @@ class Checkpointer:
         if self._saver is not None:
             self._saver.join()
 
-    def _given(self, names: frozenset[str]) -> dict[str, Any]:
-        return {name: value for name, value in self._options.items() if name in names}
-
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequest(f"{self!r} is closed")
 
 
-def _check_options(options: Mapping[str, Any], known: frozenset[str], what: str) -> None:
-    unknown = sorted(options.keys() - known)
-    if not unknown:
-        return
-    hint = ""
-    if "planner" in unknown:
-        hint = ". A planner either saves or loads: pass it to `save` or `restore`"
-    raise InvalidRequest(f"{', '.join(unknown)}: no option for {what}; there are {', '.join(sorted(known))}{hint}")
+def _check_options(given: Iterable[str]) -> None:
+    known = SAVE_SETTINGS | LOAD_OPTIONS
+    unknown = sorted(set(given) - known)
+    if unknown:
+        hint = ". A planner either saves or loads: pass save_planner or load_planner" if "planner" in unknown else ""
+        raise InvalidRequest(
+            f"{', '.join(unknown)}: no option of every save or load. There are {', '.join(sorted(known))}{hint}"
+        )
+
+
+def _only(names: frozenset[str], options: Mapping[str, Any]) -> Any:
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
@@ -436,7 +447,7 @@ def _allows_another(error: CheckpointError) -> bool:
     return kinds <= _ANOTHER
 
 
-def _verify(comm: Comm, place: Store, options: Mapping[str, Any]) -> None:
+def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
     manifest = parse(place.url, *find(place))
     transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))

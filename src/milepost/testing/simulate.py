@@ -13,7 +13,7 @@ from functools import cached_property
 import msgspec
 
 from milepost.comm.together import answer_bytes, note_bytes
-from milepost.core.agreement import GroupPlan, Overview, Terms, group_of, make_plan, settle
+from milepost.core.agreement import GroupPlan, Overview, Terms, conclude, group_of, make_plan
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES
@@ -66,14 +66,14 @@ class SimulatedSave:
         merged = merge_tables([(unpack_ranks(ranks), table) for ranks, table in self.tables.items()])
         if merged.problems:
             raise RanksDisagree("the ranks do not describe one state:\n  " + "\n  ".join(merged.problems[:50]))
-        settled = settle(groups, tables, merged, self.world, spread=True)
+        settled = conclude(groups, tables, merged, self.world, share_replicas=True)
         object.__setattr__(self, "terms", settled.terms)
         object.__setattr__(self, "overview", settled.overview)
 
     def plan(self, rank: int) -> GroupPlan:
         """The plan that this rank would make for itself."""
         group = group_of(rank, self.terms.groups)
-        return make_plan(self.terms, group, self.tables[group], self.world, spread=True)
+        return make_plan(self.terms, group, self.tables[group], self.world, share_replicas=True)
 
     def entries(self, rank: int) -> list[NewEntry]:
         """The entries that a rank would write, in the order of its file."""
