@@ -50,19 +50,19 @@ _add_ranks()
 
 @corpus.attack("nothing")
 def ranks_of_one_rank_twice(folder: Path) -> None:
-    """A rank that holds a tensor twice writes it no differently."""
+    """A rank that holds a tensor twice writes it in the same way."""
     forge_manifest(folder, lambda r: r["layouts"][1].update(ranks="0,0,1"))
 
 
 @corpus.attack("open")
 def private_ranks_past_the_world(folder: Path) -> None:
-    """A key that a million ranks are said to keep."""
+    """A private key with a million ranks, more than there are."""
     forge_manifest(folder, lambda r: r["per_rank"][0].update(ranks="0-1048575"))
 
 
 @corpus.attack("open")
 def layouts_of_a_million_ranks_a_thousand_times(folder: Path) -> None:
-    """Each is within the limit; a thousand different ones take 40 GB if all are spelled out."""
+    """Each layout is within the limit. A thousand different ones take 40 GB if all ranks are listed."""
 
     def change(record: dict[str, Any]) -> None:
         record["world"] = 2**20

@@ -1,4 +1,4 @@
-"""Attacks on the records of the manifest: numbers out of all proportion, files that lie, trees that are none."""
+"""Attacks on the records of the manifest: absurd numbers, files that lie, lists of nodes that are not trees."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ _add_fields()
 
 @corpus.attack("verify")
 def blocks_of_another_valid_size(folder: Path) -> None:
-    """Blocks of a size that is allowed, and not the one of the tables."""
+    """A block size that is allowed, but is not the one of the tables."""
     set_fields(folder, block_bytes=4096)
 
 
@@ -86,7 +86,7 @@ _add_shapes()
 
 @corpus.attack("verify")
 def tensor_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
-    """The manifest says that the files are large enough; they are not."""
+    """The manifest claims that the files are large enough, and they are not."""
 
     def change(record: dict[str, Any]) -> None:
         set_layout(record, {"kind": "whole", "ranks": "0"}, [2**45])
@@ -97,7 +97,7 @@ def tensor_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
 
 @corpus.attack("verify")
 def bytes_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
-    """Long bytes have no target whose size could be compared: memory must not be taken on the manifest's word."""
+    """Long bytes have no target to compare sizes with. A reader must not allocate what the manifest claims."""
 
     def change(record: dict[str, Any]) -> None:
         set_layout(record, {"kind": "whole", "ranks": "0"}, [2**45], "uint8")
@@ -109,7 +109,7 @@ def bytes_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
 
 @corpus.attack("verify")
 def array_of_2_to_the_45_in_files_that_claim_it(folder: Path) -> None:
-    """Nor for an array, where the checkpoint decides what a stateful object gets."""
+    """The same for an array, where the checkpoint decides what a stateful object gets."""
 
     def change(record: dict[str, Any]) -> None:
         set_layout(record, {"kind": "whole", "ranks": "0"}, [2**45], "uint8")
@@ -161,13 +161,13 @@ def tensor_with_another_shape_of_one_size(folder: Path) -> None:
 
 @corpus.attack("verify")
 def tensor_in_the_file_of_another_rank(folder: Path) -> None:
-    """A tensor is looked for where it is not."""
+    """The manifest names a rank whose file does not hold the tensor."""
     forge_manifest(folder, lambda r: r["layouts"][1].update(ranks="1"))
 
 
 @corpus.attack("nothing")
 def tensor_with_a_turn_of_10_to_the_4000(folder: Path) -> None:
-    """Turns go round and round; a huge one is only a long way round."""
+    """Turns are taken modulo the number of ranks, so a huge one is harmless."""
     forge_manifest(folder, lambda r: tensor_row(r).update(turn=10**4000))
 
 
@@ -211,19 +211,19 @@ _add_files()
 
 @corpus.attack("verify")
 def file_with_a_header_that_ends_elsewhere(folder: Path) -> None:
-    """A header of another length than the file's own."""
+    """Another header length than the one in the file."""
     forge_manifest(folder, lambda r: r["files"][0].update(header_bytes=4000))
 
 
 @corpus.attack("verify")
 def file_with_a_size_of_10_to_the_4000(folder: Path) -> None:
-    """A number that no machine counts to."""
+    """A number beyond any machine's integers."""
     forge_manifest(folder, lambda r: r["files"][0].update(size_bytes=10**4000))
 
 
 @corpus.attack("verify")
 def file_that_is_not_listed(folder: Path) -> None:
-    """A tensor's bytes lie in a file that the manifest does not list."""
+    """The bytes of a tensor are in a file that the manifest does not list."""
 
     def change(record: dict[str, Any]) -> None:
         del record["files"][1]
@@ -267,7 +267,7 @@ def node_of_five_fields(folder: Path) -> None:
 
 @corpus.attack("open")
 def tree_100000_deep(folder: Path) -> None:
-    """The tree's own depth is a number, and a number is soon written."""
+    """The depth of a node is a number, so a deep tree takes little text."""
     deep = [[depth, "d", "dict", ""] for depth in range(1, 100_000)]
     forge_manifest(folder, lambda r: r["tree"].extend(deep))
 
@@ -317,7 +317,7 @@ def namedtuple_of_10000_fields(folder: Path) -> None:
 
 @corpus.attack("open")
 def everything_a_list_of_empty_lists(folder: Path) -> None:
-    """Small text that becomes large objects; types are checked while parsing, so they never come to be."""
+    """Small text that becomes large objects. Types are checked while parsing, so the objects are never made."""
     make_good(folder)
     text = json.dumps({**read_manifest(folder), "tensors": "@@@"})
     write_manifest_text(folder, text.replace('"@@@"', "[" + "[]," * 3_000_000 + "[]]").encode())

@@ -21,7 +21,11 @@ from milepost.core.tree import merge as merge_trees
 
 
 class TensorRow(msgspec.Struct, frozen=True, gc=False):
-    """One tensor as a rank describes it. `layout` is None for a plain tensor: whole on every rank that has the key."""
+    """One tensor as a rank describes it. `layout` is None for a plain tensor: whole on every rank that has the key.
+
+    >>> milepost.testing.TensorRow("w", "float32", (1024, 64), "tensor", milepost.testing.on_mesh((8,), [0])).shape
+    (1024, 64)
+    """
 
     key: str
     dtype: str
