@@ -6,13 +6,13 @@ import milepost
 from tests.background.saves import Team, shared_state
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
+@pytest.fixture(scope="package", params=["thread", "process"])
 def saver(request):
     with milepost.AsyncSaver(background=request.param) as made:
         yield made
 
 
-@pytest.fixture(scope="module", params=["thread", "process"])
+@pytest.fixture(scope="package", params=["thread", "process"])
 def team(request):
     made = Team(request.param, 4 if request.param == "thread" else 2)
     # Processes start here, so that no test waits for them.

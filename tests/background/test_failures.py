@@ -125,6 +125,7 @@ def test_a_process_that_cannot_be_started_is_told_to_all_ranks_at_once(tmp_path,
     team.close()
 
 
+@pytest.mark.slow
 def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path):
     """Once the others waited for it as long as for a rank that is slow."""
     team = Team("process", 2)

@@ -119,7 +119,6 @@ def test_survivors_name_a_killed_rank_and_go_on(tmp_path, victim):
     kill_trial(tmp_path, 3, (victim,), random.Random(victim).uniform(0.0, 0.4), True)
 
 
-@pytest.mark.slow
 def test_processes_finish_the_save_of_killed_ranks_and_end(tmp_path):
     with Job(2) as job:
         job.call(open_saver)
@@ -260,6 +259,7 @@ def test_process_killed_between_saves_is_named_by_the_next_save(tmp_path, pair, 
 # The process as others see it.
 
 
+@pytest.mark.slow
 def test_the_process_steps_back_has_no_gpu_and_is_in_a_session_of_its_own(alone):
     (writer,) = alone.writers()
     assert os.getpriority(os.PRIO_PROCESS, writer) == min(os.getpriority(os.PRIO_PROCESS, alone.pids[0]) + 10, 19)
@@ -267,6 +267,7 @@ def test_the_process_steps_back_has_no_gpu_and_is_in_a_session_of_its_own(alone)
     assert os.getsid(writer) == writer != os.getsid(alone.pids[0])
 
 
+@pytest.mark.slow
 def test_there_is_one_process_however_many_saves(tmp_path, alone):
     before = alone.writers()
     for number in range(3):
@@ -287,6 +288,7 @@ def footprint(pid):
     return len(os.listdir(f"/proc/{pid}/fd")), maps, int(status["RssAnon"].split()[0])
 
 
+@pytest.mark.slow
 def test_saves_of_changing_size_leave_nothing_behind(tmp_path, alone):
     shared = set(os.listdir("/dev/shm"))
     pids = [alone.pids[0], *alone.writers()]
@@ -334,6 +336,7 @@ def test_store_the_process_cannot_import_fails_on_all_ranks(tmp_path, four, rank
     assert holds(tmp_path / "a") == 2
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_an_error_that_says_so_and_the_process_goes_on(tmp_path, alone):
     before = alone.writers()
     (((kind, text), _),) = alone.call(attempt, Unwritable(tmp_path / "a"))
@@ -354,6 +357,7 @@ def save_with_little_memory(trainer, where, number, small):
         stager._limit_bytes = None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", [(0,), (2, 3)])
 def test_trainer_writes_what_does_not_fit_in_staging(tmp_path, four, small):
     before = four.writers()
@@ -365,6 +369,7 @@ def test_trainer_writes_what_does_not_fit_in_staging(tmp_path, four, small):
     assert four.writers() == before
 
 
+@pytest.mark.slow
 def test_the_ranks_whose_state_does_not_fit_may_be_others_in_each_save(tmp_path, four):
     for number, small in enumerate([(0,), (), (0, 1, 2, 3), (1,), (0, 1)]):
         four.call(save_with_little_memory, tmp_path / "a", number, small)
@@ -387,6 +392,7 @@ def save_in_a_row(trainer, folder, pause_s):
     return [pending.result(60).save_id for pending in pendings]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("pause_s", [0.0, 0.05])
 def test_four_ranks_of_any_speed_save_several_times_in_a_row(tmp_path, four, pause_s):
     first, *others = four.call(save_in_a_row, tmp_path, pause_s)

@@ -4,7 +4,6 @@ import math
 from collections import Counter
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -78,7 +77,6 @@ def test_rank_writes_only_what_it_holds_under_unique_names(data, world):
             assert all(any(box.contains(item.box) for box in pieces) for item in mine)
 
 
-@pytest.mark.slow
 @examples(200)
 @given(st.data(), st.integers(1, 8))
 def test_reader_finds_every_element_of_a_region_once(data, world):

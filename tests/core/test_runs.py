@@ -4,7 +4,6 @@ import math
 from itertools import pairwise
 
 import numpy as np
-import pytest
 import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from milepost.core.shardfile import sums_of
 from tests.strategies import examples, numbered, shapes
 
 
-@pytest.mark.slow
 @examples(400)
 @given(st.data())
 def test_boxes_of_a_run_are_in_row_major_order_and_few(data):

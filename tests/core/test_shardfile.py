@@ -102,6 +102,7 @@ def test_oversized_header_is_refused_before_it_is_written():
         make_header(new, {}, BLOCK)
 
 
+@pytest.mark.slow
 def test_two_hundred_thousand_tensors_are_far_from_the_limit():
     new = [NewEntry(f"model.layers.{i}.{{weight}}[0:1,0:7]", "float32", (1, 7)) for i in range(200_000)]
     data, header = make_header(new, {"format": "milepost"}, BLOCK)

@@ -133,7 +133,6 @@ def same(one: Any, two: Any) -> bool:
 # ---- taking apart and putting together
 
 
-@pytest.mark.slow
 @examples(300)
 @given(states())
 @example({"a.b": Mark(0), "a": {"b": Mark(1)}})
@@ -144,7 +143,6 @@ def test_a_state_comes_back_with_its_types_keys_and_order(state):
     assert same(state, rebuilt(flatten(state, RULES)))
 
 
-@pytest.mark.slow
 @examples(250)
 @given(states(st.sampled_from(DOTTED_KEYS + ESCAPED_KEYS)))
 @example({"a.b": Mark(0), "a": {"b": Mark(1)}, "a\\.b": Mark(2)})
@@ -172,7 +170,6 @@ def test_key_is_the_dotted_path_where_that_is_unique(state):
         assert (key == show_path(path)) >= (texts.count(show_path(path)) == 1)
 
 
-@pytest.mark.slow
 @examples(100)
 @given(states())
 def test_a_path_leads_through_the_state_to_its_leaf(state):

@@ -194,6 +194,7 @@ def layouts(dcp, rank, folder):
     return whole(target), chunks, (folder / "elsewhere").exists() and any((folder / "elsewhere").iterdir())
 
 
+@pytest.mark.slow
 def test_shards_load_into_other_shards_and_every_rank_gets_the_metadata(tmp_path):
     for ours, theirs in spawn(2, run_both, layouts, tmp_path):
         assert ours == theirs

@@ -316,6 +316,7 @@ def pieces(dcp, rank, folder):
     return item.index.fqn, tuple(item.index.offset), tuple(item.tensor_data.chunk.sizes), tuple(chunk.offsets)
 
 
+@pytest.mark.slow
 def test_the_parts_of_a_dtensor_are_those_of_torch(tmp_path):
     for ours, theirs in spawn(2, run_both, pieces, tmp_path):
         assert ours == theirs

@@ -106,6 +106,7 @@ def fails(rank, folder):
         return list(error.failures)
 
 
+@pytest.mark.slow
 def test_a_failure_of_torchs_save_commits_nothing(tmp_path):
     assert spawn(2, fails, tmp_path) == [[1], [1]]
     with pytest.raises(milepost.CheckpointNotFound):
@@ -142,6 +143,7 @@ def a_failure_between_cached_plans(rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_saves_with_cached_plans_go_on_after_one_that_failed_on_one_rank(tmp_path):
     for found in spawn(2, a_failure_between_cached_plans, tmp_path):
         assert found == [expected(0), [1], expected(2), expected(3)]

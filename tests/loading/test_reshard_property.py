@@ -188,7 +188,6 @@ def load(store: milepost.Store, comm: Comm, drawn: list[Case]) -> None:
             assert np.array_equal(to_bytes(tensor, case.loaded.transposed), take(case.content, elements)), case
 
 
-@pytest.mark.slow
 @examples(400)
 @given(st.data(), st.integers(1, 6), st.integers(1, 6))
 def test_what_any_ranks_save_any_other_ranks_load_byte_for_byte(data, savers, loaders):
@@ -217,7 +216,6 @@ def indices(draw: st.DrawFn, shape: Shape) -> Any:
     return parts[0] if len(parts) == 1 and draw(st.booleans()) else tuple(parts)
 
 
-@pytest.mark.slow
 @examples(150)
 @given(st.data(), st.integers(1, 6))
 def test_open_checkpoint_reads_any_slice_alone(data, savers):
@@ -316,7 +314,6 @@ NESTED = st.recursive(
 )
 
 
-@pytest.mark.slow
 @examples(100)
 @given(st.dictionaries(st.sampled_from(NASTY), NESTED, max_size=6))
 @example({"": 5})

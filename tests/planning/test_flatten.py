@@ -63,14 +63,12 @@ def same(one, other):
     return one == other
 
 
-@pytest.mark.slow
 @examples(300)
 @given(states())
 def test_states_without_tuples_are_walked_as_torch_does(state):
     assert visits(traverse_state_dict, state) == visits(torch_traverse.traverse_state_dict, state)
 
 
-@pytest.mark.slow
 @examples(200)
 @given(states(tuples=True))
 def test_the_layouts_of_older_torch_are_walked_as_it_did(state):
@@ -78,7 +76,6 @@ def test_the_layouts_of_older_torch_are_walked_as_it_did(state):
     assert visits(traverse_state_dict, state, era="2.3") == visits(torch_traverse.traverse_state_dict_v_2_3, state)
 
 
-@pytest.mark.slow
 @examples(200)
 @given(states())
 def test_flat_and_nested_again_are_what_torch_makes_of_them(state):
@@ -94,7 +91,6 @@ def test_flat_and_nested_again_are_what_torch_makes_of_them(state):
     assert same(unflatten_state_dict(flat, mapping), torch_nested.unflatten_state_dict(expected, paths))
 
 
-@pytest.mark.slow
 @examples(300)
 @given(states(tuples=True), st.sampled_from(["now", "2.4", "2.3"]))
 def test_values_set_by_path_keep_their_place_and_key_type(state, era):

@@ -174,7 +174,6 @@ def test_the_metadata_of_a_state_is_that_of_torch():
 # ---- checking
 
 
-@pytest.mark.slow
 @examples(250)
 @given(st.data(), shapes(max_dims=3, max_size=6))
 def test_overlaps_are_exactly_those_that_comparing_each_with_each_finds(data, shape):
@@ -185,7 +184,6 @@ def test_overlaps_are_exactly_those_that_comparing_each_with_each_finds(data, sh
     assert overlapping(boxes) == sorted(expected)
 
 
-@pytest.mark.slow
 @examples(250)
 @given(st.data(), shapes(max_dims=3, max_size=6).filter(len))
 def test_a_plan_is_valid_when_torch_finds_it_valid(data, shape):

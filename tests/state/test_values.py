@@ -145,7 +145,6 @@ VALUES = st.recursive(
 # ---- what comes back
 
 
-@pytest.mark.slow
 @examples(400)
 @given(VALUES)
 @example([True, 1, 1.0, np.float64(1), np.int8(1), "1", b"1", bytearray(b"1"), 1 + 0j, np.bool_(True)])
@@ -416,7 +415,6 @@ JSON = st.recursive(
 )
 
 
-@pytest.mark.slow
 @examples(700)
 @given(JSON)
 @example({"torch.device": "nonsense"})

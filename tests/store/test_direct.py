@@ -46,7 +46,6 @@ def views_of(data, kind, rng):
     return [b"", *map(make, parts), bytearray()]
 
 
-@pytest.mark.slow
 @examples(60)
 @given(st.data(), st.integers(0, 40 * PAGE), st.booleans(), st.integers(0, 999))
 def test_writes_in_any_order_and_memory_give_the_file(data, size, direct, seed):

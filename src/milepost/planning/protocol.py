@@ -148,7 +148,7 @@ class StorageWriter(abc.ABC):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """On the coordinator, once all ranks have written: make the checkpoint valid."""
 
-    def abort(self, error: BaseException) -> None:  # storage may have nothing to remove
+    def abort(self, error: BaseException) -> None:  # noqa: B027  # storage may have nothing to remove
         """On every rank, after the save failed with `error`: remove what this rank wrote, if nothing can commit it.
 
         With several ranks, an error without `failures` means that the coordinator did not answer. It may still commit,

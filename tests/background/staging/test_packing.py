@@ -53,7 +53,6 @@ def states(draw):
     return state
 
 
-@pytest.mark.slow
 @examples(150)
 @given(states(), st.one_of(st.just(1 << 40), st.integers(0, 400)))
 def test_all_that_fits_has_a_place_of_its_own(state, limit):
@@ -125,7 +124,6 @@ def test_what_is_smaller_still_fits_where_something_large_did_not():
     assert packed.slots.keys() == {id(data) for data, _ in packed.sources}
 
 
-@pytest.mark.slow
 @examples(50)
 @given(states())
 def test_second_description_asks_once_for_each_part(state):

@@ -75,6 +75,7 @@ def test_a_pickle_cannot_ask_for_more_work_than_it_has_bytes(tmp_path, bomb):
     assert time.monotonic() - began < PER_BOMB_S
 
 
+@pytest.mark.slow
 def test_what_people_save_is_far_from_the_limits(tmp_path):
     shared = (1, 2, 3)
     state = {

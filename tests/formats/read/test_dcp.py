@@ -232,6 +232,7 @@ def test_every_truncation_of_a_small_file_is_an_error_of_ours(tmp_path):
             milepost.load({"w": torch.zeros(8), "step": 0}, tmp_path / "a")
 
 
+@pytest.mark.slow
 def test_flipped_bytes_end_in_our_errors_or_the_right_data(tmp_path):
     state = {"w": torch.arange(8.0), "step": 3}
     dcp.save(state, checkpoint_id=tmp_path / "a")
@@ -382,6 +383,7 @@ def load_nothing(rank, folder):
     return None
 
 
+@pytest.mark.slow
 def test_damaged_metadata_raises_on_every_rank(tmp_path):
     dcp.save({"w": torch.ones(3)}, checkpoint_id=tmp_path / "a")
     (tmp_path / "a" / ".metadata").write_bytes(b"\x80\x04nonsense")
