@@ -22,6 +22,7 @@ PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rgl
 EVERYTHING = [*PROSE, *sorted(ROOT.glob("*/README.md"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
 SLOW = [DOCS / "tutorial.md"]  # starts real jobs
+LONG = pytest.mark.timeout(600)  # seconds; the machine may be busy
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
 
@@ -41,7 +42,7 @@ def anchors(page):
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow] * (p in SLOW), id=name_of(p)) for p in RUNNING]
+    "page", [pytest.param(p, marks=[pytest.mark.slow, LONG] if p in SLOW else [], id=name_of(p)) for p in RUNNING]
 )
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     pages.check(page, tmp_path)
@@ -183,10 +184,11 @@ def test_docstring_examples_run(name, text, session, tmp_path):
 
 
 @pytest.mark.slow
+@LONG
 def test_the_site_builds_without_a_warning(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-E", "-t", "quick", "-b", "html", DOCS, tmp_path / "site"],
-        cwd=ROOT, capture_output=True, text=True, timeout=170, check=False,
+        cwd=ROOT, capture_output=True, text=True, timeout=500, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     for page in DOCS.rglob("*.md"):
