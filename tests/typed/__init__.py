@@ -1,0 +1,1 @@
+"""Programs of users, for mypy; they are not run."""
