@@ -18,6 +18,7 @@ import msgspec
 
 from milepost.comm.base import Phase
 from milepost.core.ranks import show_ranks
+from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, RanksMissing
 
 _GRACE_S = 10.0
@@ -60,19 +61,18 @@ class Outcome(msgspec.Struct, frozen=True):
     def pack(self) -> bytes:
         """As a note. A decision, by far the most frequent, takes seven bytes more than itself."""
         if self.missing or self.odd:
-            return b"!" + msgspec.msgpack.encode(self)
+            return b"!" + _OUTCOMES.pack(self)
         return b"." + self.wire + self.decision
 
     @staticmethod
     def unpack(note: bytes) -> "Outcome":
         """The outcome that a note holds."""
         if note[:1] == b"!":
-            return _OUTCOMES.decode(note[1:])
+            return _OUTCOMES.unpack(note[1:])
         return Outcome(note[1:7], note[7:])
 
 
-# Made once, when the module is imported: two threads that are the first to decode a type can crash msgspec.
-_OUTCOMES = msgspec.msgpack.Decoder(Outcome)
+_OUTCOMES = Wire(Outcome)
 
 
 class BoardComm:

@@ -1,6 +1,6 @@
 """The modules of torch.distributed.checkpoint with Milepost behind them: `import milepost.dcp as dcp`.
 
-Thin names for what is elsewhere in Milepost, or torch's own where they work with any storage. docs/dcp.md lists what
+Thin names for what is elsewhere in Milepost, or torch's own where they work with any storage. docs/how-to/from-dcp.md lists what
 differs.
 """
 
