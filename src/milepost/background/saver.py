@@ -19,7 +19,7 @@ from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.save_thread import run_in_thread
 from milepost.background.staging import Owned, Stager, Staging, Way
 from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, together
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
@@ -303,10 +303,10 @@ class AsyncSaver:
                 refused = refused or error
         wrong = self._make_room(work.store.url) or refused
         if wrong is not None:
-            self._fail(work.store.url, lambda pending: self._save(_staged(pending, work, store, None, wrong)))
+            self._fail(work.store.url, lambda pending: self._save(_staged(pending, work, store, Deferred(None, wrong))))
             raise wrong
         staging: Staging | None = None
-        trouble: BaseException | None = None
+        trouble: Exception | None = None
         try:
             described = work.describing(self._comm)
             staging = self._stager.begin(described, way, Owned(optimizers) if optimizers else None)
@@ -318,7 +318,7 @@ class AsyncSaver:
         url = work.store.url
         pending = PendingSave(url, staging.done, staging.unread) if staging else PendingSave(url, _set())
         self._hook(optimizers)
-        self._run(pending, lambda: self._save(_staged(pending, work, store, staging, trouble)))
+        self._run(pending, lambda: self._save(_staged(pending, work, store, Deferred(staging, trouble))))
         if staging is not None:
             staging.at_return.wait()
         return pending
@@ -366,9 +366,9 @@ class AsyncSaver:
                 self._processes.stop(broken=True)
             raise
         finally:
-            if save.staging is not None:
-                save.staging.release()
-                save.staging.forget()
+            if save.staging.result is not None:
+                save.staging.result.release()
+                save.staging.result.forget()
         after_commit(self._comm, save.store.url, save.then)
         return receipt
 
@@ -421,11 +421,9 @@ def _was_described(_: Comm) -> NoReturn:
     raise AssertionError
 
 
-def _staged(
-    pending: PendingSave, work: SaveWork, store: bytes, staging: Staging | None, trouble: BaseException | None
-) -> StagedSave:
+def _staged(pending: PendingSave, work: SaveWork, store: bytes, staging: Deferred[Staging]) -> StagedSave:
     options = replace(work.options, cancelled=pending.cancelled)
-    return StagedSave(pending, work.store, store, options, staging, trouble, work.then)
+    return StagedSave(pending, work.store, store, options, staging, work.then)
 
 
 def _set() -> threading.Event:

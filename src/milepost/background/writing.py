@@ -7,7 +7,7 @@ from functools import partial
 from milepost.background.pending import PendingSave
 from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Staging
-from milepost.comm import Call, Comm, together
+from milepost.comm import Call, Comm, Deferred, together
 from milepost.data.transfer import check_cancelled
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
@@ -20,7 +20,7 @@ Then = Callable[[Comm], None]
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
-    """A save with the copy of the state; without one, and with the error to tell the other ranks, where that failed.
+    """A save with the copy of the state, or the error that the other ranks have to hear.
 
     `packed_store`: the store as the writing process gets it.
     """
@@ -29,8 +29,7 @@ class StagedSave:
     store: Store
     packed_store: bytes
     options: SaveOptions
-    staging: Staging | None
-    trouble: BaseException | None
+    staging: Deferred[Staging]
     then: Then | None
 
 
@@ -38,27 +37,26 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
     """Write from this process, with all ranks of `comm`. Raises the same error on every rank."""
 
     def describing() -> Described:
-        if save.staging is None:
-            assert save.trouble is not None
-            raise save.trouble
-        save.staging.copy()
-        save.staging.settle()
+        staging = save.staging.get()
+        staging.copy()
+        staging.settle()
         check_cancelled(save.options.cancelled)
-        return save.staging.described()
+        return staging.described()
 
     return save_state(None, save.store, comm, save.options, describing)
 
 
 def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
     """Copy the state, and let the writing process of this rank write it. Raises the same error on every rank."""
-    if save.staging is not None and save.staging.fits():
+    staging = save.staging.result
+    if staging is not None and staging.fits():
         try:
-            save.staging.copy()
+            staging.copy()
             check_cancelled(save.options.cancelled)
         except Exception as error:  # noqa: BLE001  # raised on every rank
-            save = replace(save, staging=None, trouble=error)
+            save = replace(save, staging=Deferred(None, error))
     processes.choose(save.store.url)
-    staging = save.staging
+    staging = save.staging.result
     if staging is None or not staging.fits():  # which it may not have done after all
         # The process could not see what is not copied: so this thread does it, and meets the others where they are.
         return write_by_thread(save, processes.started().comm)

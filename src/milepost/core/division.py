@@ -48,8 +48,8 @@ def share_out(
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
     """The manifest's tensors, each with a number of parts and a turn, so that all ranks write about equally much.
 
-    With `share_replicas=False` the first holder of each box writes all of it. Takes time in proportion to the tensors, and
-    looks at the ranks only once for each layout.
+    With `share_replicas=False` the first holder of each box writes all of it. Takes time in proportion to the tensors,
+    and looks at the ranks only once for each layout.
     """
     order = list(rows)
     index: dict[Layout, int] = {}

@@ -1,7 +1,7 @@
 """The modules of torch.distributed.checkpoint with Milepost behind them: `import milepost.dcp as dcp`.
 
-Thin names for what is elsewhere in Milepost, or torch's own where they work with any storage. docs/how-to/from-dcp.md lists what
-differs.
+Thin names for what is elsewhere in Milepost, or torch's own where they work with any storage.
+docs/how-to/from-dcp.md lists what differs.
 """
 
 from milepost.dcp.api import CheckpointException

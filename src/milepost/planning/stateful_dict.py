@@ -1,4 +1,4 @@
-"""Planners work on a dict of tensors and values: stateful objects are replaced by their state dicts, and filled again."""
+"""The dict that planners work on: stateful objects are replaced by their state dicts, and filled afterwards."""
 
 from collections.abc import Callable, Mapping
 from functools import cache, partial
