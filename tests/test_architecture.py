@@ -4,6 +4,7 @@ import ast
 import inspect
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,11 +34,15 @@ PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math"
 PURE |= {"numpy", "operator", "types", "xxhash"}
 
 
+@cache
 def modules():
+    """(name, tree) for each module."""
+    found = []
     for path in sorted(ROOT.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
         name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-        yield name, ast.parse(path.read_text())
+        found.append((name, ast.parse(path.read_text())))
+    return tuple(found)
 
 
 def imports(tree):

@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rglob("*.md")])
 EVERYTHING = [*PROSE, *sorted(ROOT.glob("*/README.md"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
-SLOW = [DOCS / "tutorial.md"]  # starts real jobs
+TUTORIAL = DOCS / "tutorial.md"  # starts real jobs
 LONG = pytest.mark.timeout(600)  # seconds; the machine may be busy
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
@@ -41,9 +41,13 @@ def anchors(page):
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=[pytest.mark.slow, LONG] if p in SLOW else [], id=name_of(p)) for p in RUNNING]
-)
+def marks_of(page):
+    """Each page starts an interpreter or more: only the README is fast."""
+    slow = [] if page == ROOT / "README.md" else [pytest.mark.slow]
+    return [*slow, LONG] if page == TUTORIAL else slow
+
+
+@pytest.mark.parametrize("page", [pytest.param(p, marks=marks_of(p), id=name_of(p)) for p in RUNNING])
 def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path):
     pages.check(page, tmp_path)
 

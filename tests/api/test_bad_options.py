@@ -190,7 +190,7 @@ def test_a_wrong_option_does_not_hide_the_error_of_an_earlier_save():
         assert "No space left" in met[0]
 
 
-def test_a_wrong_option_in_one_process_does_not_take_the_error_of_an_earlier_save():
+def test_wrong_option_does_not_take_the_error_of_an_earlier_save():
     saver = milepost.AsyncSaver()
     saver.save(state(), Full(MemoryStore()))
     with pytest.raises(StorageError, match="No space left"):

@@ -154,6 +154,7 @@ def test_a_rank_that_comes_with_another_structure_is_noticed_and_saved(tmp_path)
             assert ("new" in checkpoint) == (number == 4)
 
 
+@pytest.mark.slow
 def test_no_collective_of_a_process_group_is_used(tmp_path):
     assert spawn(WORLD, forbid_collectives, str(tmp_path)) == [1, 1, 1]
 

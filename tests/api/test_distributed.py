@@ -197,6 +197,7 @@ def partial_work(rank: int, where: str) -> None:
     milepost.save({"sum": terms}, where, reduce_partial=True)
 
 
+@pytest.mark.slow
 def test_partial_dtensors_are_refused_or_reduced_when_asked(tmp_path):
     spawn(2, partial_work, str(tmp_path))
     assert milepost.open(tmp_path)["sum"].read().tolist() == [3.0, 3.0, 3.0]
@@ -220,6 +221,7 @@ def fsdp1_work(rank: int, where: str, onto: str) -> None:
     assert torch.equal(target["w"].full_tensor(), torch.arange(15.0).view(5, 3))
 
 
+@pytest.mark.slow
 def test_sharded_tensors_of_fsdp1_are_saved_and_resharded(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -240,6 +242,7 @@ def meta_work(rank: int, where: str) -> None:
     blank(torch.randn(2, 12)).sum().backward()
 
 
+@pytest.mark.slow
 def test_a_sharded_model_on_the_meta_device_gets_memory(tmp_path):
     spawn(2, meta_work, str(tmp_path))
 

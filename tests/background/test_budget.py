@@ -184,6 +184,7 @@ def test_where_no_memory_can_be_had_the_state_is_written_from_where_it_is(saver,
     assert milepost.open(tmp_path / "later")["a"].read().sum() == 50
 
 
+@pytest.mark.slow
 def test_nothing_keeps_the_state_alive_after_the_save(saver, tmp_path):
     state = {"t": torch.ones(1000), "m": torch.nn.Linear(3, 3)}
     watched = [weakref.ref(state["t"]), weakref.ref(state["m"])]

@@ -60,6 +60,7 @@ def test_the_optimizer_waits_for_the_copy_and_only_until_then(tmp_path, slow_cop
     assert content(tmp_path / "later") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", ["thread", "process"])
 def test_the_optimizer_does_not_wait_for_what_was_copied_on_the_gpu(tmp_path, slow_copies, monkeypatch, background):
     monkeypatch.setattr(snapshot, "_is_on_gpu", lambda _: True)  # as if this were one

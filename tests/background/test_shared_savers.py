@@ -65,7 +65,7 @@ def test_a_process_group_is_not_kept_alive_and_its_saver_goes_with_it(savers):
 
 
 @pytest.mark.usefixtures("job")
-def test_the_saver_of_a_destroyed_group_goes_though_the_group_is_referenced(savers):
+def test_saver_of_a_destroyed_group_goes_while_it_is_referenced(savers):
     group = dist.new_group([0])
     saver = savers.get(group, "thread", TIMEOUT_S)
     dist.destroy_process_group(group)

@@ -175,6 +175,7 @@ def stages(dcp, rank, folder):
     return whole(target)
 
 
+@pytest.mark.slow
 def test_ranks_may_have_other_keys_and_of_differing_values_one_is_kept(tmp_path):
     outcomes = spawn(2, run_both, stages, tmp_path)
     for rank, results in enumerate(outcomes):
@@ -367,6 +368,7 @@ def fsdp1(dcp, rank, folder):
     return shards(saved)
 
 
+@pytest.mark.slow
 def test_fsdp1_saves_and_loads(tmp_path):
     for ours, theirs in spawn(2, run_both, fsdp1, tmp_path):
         assert ours == theirs

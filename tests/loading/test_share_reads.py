@@ -192,6 +192,7 @@ def test_shared_read_error_reaches_all_ranks(tmp_path):
     spawn(3, load_damaged, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_waiting_ranks_hear_why_no_message_comes(tmp_path):
     milepost.save(whole(), tmp_path)

@@ -203,6 +203,7 @@ def _work(rank):
     return {key: value.tolist() for key, value in (flat | {"copied": flat["copied"]["w"]}).items()}
 
 
+@pytest.mark.slow
 def test_tensors_of_two_ranks_are_saved_and_loaded_and_seen_whole_by_one():
     whole = torch.arange(24.0).reshape(6, 4) * 2
     expected = {"one": whole[:1].tolist(), "empty": []}

@@ -198,7 +198,7 @@ def test_all_ranks_load_what_the_coordinator_found(tmp_path):
         try:
             milepost.load(state, storage_reader=Slow(tmp_path), process_group=comm)
         except CheckpointDamaged as error:
-            return str(error).partition("is missing. If this checkpoint was removed or replaced")[1]
+            return str(error).partition("is missing. If a newer save replaced this checkpoint")[1]
         return state["a"].tolist()
 
     first, second = run_ranks(2, load, timeout_s=20)

@@ -194,7 +194,7 @@ def test_who_opens_a_step_that_is_being_removed_is_told():
     with pytest.raises(CheckpointNotFound, match="It was removed"):
         milepost.open(place)
     finish_removal(place, [marker])
-    with pytest.raises(CheckpointDamaged, match="removed or replaced"):
+    with pytest.raises(CheckpointDamaged, match="replaced this checkpoint, or it was removed"):
         reader["a"].read()
 
 
@@ -243,7 +243,7 @@ def test_readers_see_whole_checkpoints_while_steps_come_and_go(tmp_path):
                 gone[0] += 1
             except CheckpointDamaged as error:
                 gone[0] += 1
-                if "removed or replaced" not in str(error):
+                if "replaced this checkpoint, or it was removed" not in str(error):
                     problems.append(str(error))
             except BaseException as error:
                 problems.append(repr(error))
@@ -258,7 +258,9 @@ def test_readers_see_whole_checkpoints_while_steps_come_and_go(tmp_path):
                     problems.append(f"restored {step} after {last}: {found}")
                 last = step
             except CheckpointDamaged as error:
-                if "removed or replaced" not in str(error) and "no checkpoint" not in str(error):
+                if "replaced this checkpoint, or it was removed" not in str(error) and "no checkpoint" not in str(
+                    error
+                ):
                     problems.append(str(error))
             except BaseException as error:
                 problems.append(repr(error))

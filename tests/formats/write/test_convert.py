@@ -60,6 +60,7 @@ def test_two_ranks_write_one_target_together(tmp_path, to):
         assert {p.name for p in (tmp_path / "out").iterdir()} == {".metadata", "__0_0.distcp", "__1_0.distcp"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("to", ["torch", "safetensors"])
 def test_several_ranks_write_the_same_bytes_as_one(tmp_path, to):
     milepost.save(flat_state(), tmp_path / "source")

@@ -147,6 +147,7 @@ def absent_on_one_rank(rank, source, target):
         return type(error).__name__
 
 
+@pytest.mark.slow
 def test_a_source_that_one_rank_does_not_see_is_an_error_on_all(tmp_path):
     milepost.save(flat_state(2), tmp_path / "source")
     assert ranks.spawn(2, absent_on_one_rank, tmp_path / "source", tmp_path / "a.pt") == ["CheckpointNotFound"] * 2
