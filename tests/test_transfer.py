@@ -50,7 +50,7 @@ def test_within_a_budget_it_uses_no_more_and_gives_up_no_more_than_it_must(trans
 
 @pytest.mark.parametrize("budget", [BLOCK_BYTES - 1, 1, 0, -1])
 def test_a_budget_below_one_block_is_refused_and_says_what_is_needed(budget):
-    with pytest.raises(InvalidRequest, match=f"host_memory_bytes is {budget}, .* less than 64 KiB"):
+    with pytest.raises(InvalidRequest, match=f"host_memory_bytes is {budget}, .* at least 64 KiB"):
         Transfer().within(budget)
 
 
