@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, Any]):
         if key in self._tensors:
             record = self._tensors[key]
             lazy = LazyTensor(self._files, record)
-            return _read_as_saved(lazy, record) if record.kind in ("bytes", "bytearray") else lazy
+            return _read_as_saved(lazy, record) if record.is_bytes else lazy
         if key in self._values:
             return self._decode(self._values[key], key)
         if key in self._per_rank:

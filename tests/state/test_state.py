@@ -382,3 +382,10 @@ def test_no_warning_and_no_process_group_in_one_process(tmp_path, recwarn):
     milepost.save({"t": torch.ones(1)}, tmp_path)
     milepost.load({"t": torch.zeros(1)}, tmp_path)
     assert len(recwarn) == 0
+
+
+def test_root_list_that_contains_itself_is_refused():
+    state = [torch.ones(1)]
+    state.append(state)
+    with pytest.raises(milepost.InvalidState, match="contain itself"):
+        milepost.save(state, milepost.store.MemoryStore())

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from milepost.core.limits import MAX_MANIFEST_BYTES
 from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, unseal
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Store
 
@@ -61,9 +62,7 @@ def read_manifest(store: Store, generation: int) -> bytes | None:
                 f"{store.url}/{manifest_name(generation)} has {reader.size_bytes} bytes; "
                 f"a manifest has at most {MAX_MANIFEST_BYTES}"
             )
-        buffer = bytearray(reader.size_bytes)
-        reader.read(0, [memoryview(buffer)])
-        return bytes(buffer)
+        return read_bytes(reader, 0, reader.size_bytes)
     finally:
         reader.close()
 

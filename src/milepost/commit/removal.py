@@ -24,6 +24,7 @@ from contextlib import suppress
 from milepost.commit.find import REMOVED, find, generations, parse, read_manifest
 from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
+from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
 from milepost.store import Store
 
@@ -71,9 +72,7 @@ def _marked(place: Store, marker: str) -> str | None:
     except FileNotFoundError:
         return None
     try:
-        buffer = bytearray(min(reader.size_bytes, _MAX_MARKER_BYTES))
-        reader.read(0, [memoryview(buffer)])
-        return buffer.decode("ascii", "replace")
+        return read_bytes(reader, 0, min(reader.size_bytes, _MAX_MARKER_BYTES)).decode("ascii", "replace")
     finally:
         reader.close()
 

@@ -20,7 +20,7 @@ from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_pa
 from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
-from milepost.loading.target import BYTES_TYPES, Match, has_no_memory, placements_for
+from milepost.loading.target import Match, has_no_memory, placements_for
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import (
     Describer,
@@ -108,7 +108,7 @@ class Matcher:
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
-        if tensor.kind in BYTES_TYPES:
+        if tensor.is_bytes:
             return _Placeholder()
         optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         has = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
@@ -128,16 +128,16 @@ class Matcher:
         for key, leaf in flat.leaves.items():
             kind, there = flat.kinds[key], self._saved[key]
             saved = self._tensors.get(there)
-            if saved is not None and (saved.kind in BYTES_TYPES or has_no_memory(leaf)):
+            if saved is not None and (saved.is_bytes or has_no_memory(leaf)):
                 self._without_memory.append(key)
-            if kind == "tensor" and saved is not None and saved.kind not in BYTES_TYPES:
+            if kind == "tensor" and saved is not None and not saved.is_bytes:
                 reads = self._compare_tensor(key, leaf, saved)
                 placements += reads if not has_no_memory(leaf) else []
             elif kind == "tensor" and saved is not None and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = f"saved as {saved.kind} and the target is a tensor"
             elif there in self._values and kind == "tensor" and not isinstance(leaf, (bytes, bytearray)):
                 self._kinds[key] = "saved as a value and the target is a tensor"
-            elif kind == "value" and saved is not None and saved.kind not in BYTES_TYPES:
+            elif kind == "value" and saved is not None and not saved.is_bytes:
                 self._kinds[key] = f"saved as a {saved.kind} and the target is a {type(leaf).__name__}"
             elif (there in self._per_rank) != (kind == "per_rank") and self._knows(there):
                 self._kinds[key] = (

@@ -13,12 +13,10 @@ from milepost.core.division import read_plan
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.tree import Flat, Path
 from milepost.data.place import Placement, placement_of
+from milepost.loading.private import as_saved
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
 from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_tensor
-
-BYTES_TYPES = {"bytes": bytes, "bytearray": bytearray}
-"""The types of long values that are stored like tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,13 +50,12 @@ class Target:
 class LongBytes:
     """Bytes that are being read like a tensor."""
 
-    kind: str
+    saved: Tensor
     buffer: torch.Tensor
 
-    def finish(self) -> bytes | bytearray:
+    def finish(self) -> Any:
         """The bytes, as the type that was saved."""
-        data: bytes = self.buffer.numpy().tobytes()
-        return data if self.kind == "bytes" else bytearray(data)
+        return as_saved(self.buffer, self.saved)
 
 
 def allocate(match: Match, describer: Describer, device: torch.device | str | None) -> Target:
@@ -75,8 +72,8 @@ def allocate(match: Match, describer: Describer, device: torch.device | str | No
 
 
 def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:
-    if saved.kind in BYTES_TYPES:
-        return LongBytes(saved.kind, new_tensor("uint8", saved.shape))
+    if saved.is_bytes:
+        return LongBytes(saved, new_tensor("uint8", saved.shape))
     if isinstance(leaf, torch.Tensor):
         return materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
     return np.empty_like(leaf)

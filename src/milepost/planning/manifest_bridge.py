@@ -179,7 +179,7 @@ def expand(manifest: Manifest) -> Metadata:
     known: dict[str, Any] = {}
     parts: dict[MetadataIndex, StoredBox] = {}
     for tensor in manifest.tensors:
-        if tensor.kind in ("bytes", "bytearray"):
+        if tensor.is_bytes:
             known[tensor.key] = BytesStorageMetadata()
             continue
         chunks: list[ChunkStorageMetadata] = []

@@ -80,10 +80,6 @@ def take_apart(
 
     Raises InvalidState for what cannot be part of a state.
     """
-    if _LEAVES.kind(state) is not None:
-        raise InvalidState(
-            f"a state is a dict, a stateful object, or a list of tensors; put this {type(state).__name__} in a dict"
-        )
     opened: dict[Path, Any] = {}
 
     def open_stateful(value: Any, path: Path) -> Any:
@@ -93,6 +89,10 @@ def take_apart(
         return opened[path]
 
     try:
+        if _LEAVES.kind(state) is not None:
+            raise InvalidState(
+                f"a state is a dict, a stateful object, or a list of tensors; put this {type(state).__name__} in a dict"
+            )
         return flatten(state, Rules(_LEAVES.kind, codec.encode, open_stateful)), opened
     except TooDeep as error:
         raise InvalidState(str(error)) from None
