@@ -1,4 +1,4 @@
-"""Progress: what the watcher is told, where and when; and the bar that draws it."""
+"""Progress: what the callback gets, where and when; and the progress bar."""
 
 import io
 import threading
@@ -20,7 +20,7 @@ SMALL = Transfer(3, BLOCK_BYTES)
 
 
 class Watcher:
-    """Keeps all that it was told, and by which thread."""
+    """Keeps every report, and the threads that called it."""
 
     def __init__(self):
         self.told, self.threads = [], set()
@@ -32,12 +32,12 @@ class Watcher:
 
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
-    """Tell after every job, so that quick tests see it."""
+    """Report after every job, so that quick tests see it."""
     monkeypatch.setattr("milepost.data.transfer._TELL_EVERY_S", 0.00001)
 
 
 class SlowStore(CountingStore):
-    """A store that takes its time, or fails at calls whose names start so."""
+    """A slow store, which also fails at calls whose names start with `fail`."""
 
     def __init__(self, inner, fail=""):
         super().__init__(inner)
@@ -50,7 +50,7 @@ class SlowStore(CountingStore):
 
 
 def assert_told(watcher, action, url, total):
-    """Growing, to the end, which is told once; and only in this thread."""
+    """Reports grow to the end, report the end once, and come only in this thread."""
     told = watcher.told
     assert watcher.threads == {threading.current_thread()}
     assert {(p.action, p.url, p.total_bytes) for p in told} == {(action, url, total)}
@@ -63,7 +63,7 @@ def assert_told(watcher, action, url, total):
     assert seconds == sorted(seconds)
 
 
-# ---- what is told
+# ---- what is reported
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -307,7 +307,7 @@ def drawing():
 
 
 def has_stopped():
-    """Whether nothing draws any more. A thread of rich that was told to stop gets a moment to do so."""
+    """Whether nothing draws any more. A thread of rich gets a moment to stop."""
     for thread in drawing():
         thread.join(5)
     return not drawing()
