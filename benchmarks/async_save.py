@@ -1,15 +1,21 @@
-"""What an asynchronous save costs a training loop: Milepost's ways beside DCP's default and its best options.
+"""What an asynchronous save costs a training loop: Milepost's modes beside DCP's default and its best options.
 
-A transformer trains with AdamW, one process, on a GPU or on one CPU thread; parameters and moments are the state. Each contender
-has a process of its own, so that its first save really is one. Later saves follow in rounds: one while the training goes on
-(several, if they are short), between steps without a save; for Milepost also one with nothing else going on, and a
-synchronous `milepost.save`.
+A transformer trains with AdamW in one process, on a GPU or on one CPU thread. Its parameters and moments are the state.
+Each contender runs in its own process, so its first save is a real first save. Later saves are measured in rounds. A
+round has one save while training continues (several, if they are short), with steps before and after it. For Milepost
+it also has one save while training is paused, and one synchronous `milepost.save`.
 
-Measured: seconds until control returns, until the state is staged and until it is committed; the stall, which is the time of the
-call and what the first step after it takes longer than others (there an overlapped copy is waited for); steps per second with and
-without a save, counting steps that began after control had returned, without that first one, and ended before the commit; memory.
-The limit is a copy of all bytes of the state to warm host memory (pinned, from a GPU), measured in the same process and round.
-After each save during training a weight and a moment are loaded and compared with what they were at the call.
+Measured:
+
+* Seconds until control returns, until the state is staged, and until the checkpoint is committed.
+* The stall: the time of the call, plus the extra time of the first step after it. That step waits for an overlapped
+  copy.
+* Steps per second with and without a save. Steps count if they began after control returned and ended before the
+  commit; the first one does not count.
+* Memory.
+
+The limit is a copy of all bytes of the state to warm host memory (pinned, for a GPU), in the same process and round.
+After each save during training, a weight and a moment are loaded and compared with their values at the call.
 """
 
 import argparse
@@ -37,15 +43,15 @@ STALL_BELOW_MS = 20  # on a GPU, up to 13 GB
 SLOW_DOWN_BELOW_PERCENT = {"thread": 5, "process": 3}
 MOST_OF_SYNC = 1.1
 MOST_OF_STATE = 1.1
-LEAST_STEPS = 3  # to tell a pace from
-GRACE_S = 180.0  # for a worker beyond its share of the time, to end what it began
-OVERTIME_S = 60.0  # for all of them beyond the time that was asked for
+LEAST_STEPS = 3  # fewer do not show a rate
+GRACE_S = 180.0  # for a worker that is past its share of the time, to finish its round
+OVERTIME_S = 60.0  # for all workers together, past `--minutes`
 WORKER = Path(__file__).with_name("async_worker.py")
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """A way to save. For DCP `stage` is "fresh" (a stager for each save, its default) or "reused"."""
+    """A way to save. For DCP, `stage` is "fresh" (a new stager for each save, its default) or "reused"."""
 
     name: str
     background: str
@@ -54,7 +60,7 @@ class Contender:
 
     @property
     def ours(self) -> bool:
-        """Whether it is Milepost."""
+        """Whether this is Milepost."""
         return self.name.startswith("Milepost")
 
 
@@ -78,7 +84,7 @@ GPU_ONLY = frozenset({"thread-device"})
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What one worker has to do. It starts no further round after `seconds`, and is ended after `most_seconds`."""
+    """The task of one worker. It starts no new round after `seconds`, and is killed after `most_seconds`."""
 
     key: str
     size_bytes: int
@@ -93,7 +99,7 @@ class Task:
 
 @dataclass(frozen=True, slots=True)
 class Save:
-    """Seconds from the call until control was back, the state was staged, the checkpoint was committed."""
+    """Seconds from the call until control returned, the state was staged, and the checkpoint was committed."""
 
     returned_s: float
     staged_s: float
@@ -102,7 +108,7 @@ class Save:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Saves while training went on: the first step after each, the others that they overlapped, and steps before and after."""
+    """Saves during training: the first step after each, the other overlapped steps, and the steps before and after."""
 
     saves: list[Save]
     first_steps_s: list[float]
@@ -111,14 +117,14 @@ class Busy:
 
     @property
     def stalls_s(self) -> list[float]:
-        """What each save took from the training before it went on as ever."""
+        """The time that each save took from the training."""
         usual = statistics.median(self.quiet_s)
         pairs = zip(self.saves, self.first_steps_s, strict=True)
         return [save.returned_s + max(0.0, step - usual) for save, step in pairs]
 
     @property
     def slow_down_percent(self) -> float | None:
-        """By how much fewer steps a second were made during the saves; None if there were too few to tell."""
+        """How much lower the rate of steps was during the saves; None if there were too few steps."""
         if len(self.steps_s) < LEAST_STEPS:
             return None
         return 100 * (1 - statistics.fmean(self.quiet_s) / statistics.fmean(self.steps_s))
@@ -144,7 +150,7 @@ class Outcome:
 
     @property
     def contender(self) -> Contender:
-        """Who was measured."""
+        """The contender that was measured."""
         return CONTENDERS[self.key]
 
     def as_dict(self) -> dict[str, Any]:
@@ -163,15 +169,15 @@ class Outcome:
         return Outcome(**{**values, **records})
 
     def saves(self) -> list[Save]:
-        """The later saves that training went on beside."""
+        """The later saves, made during training."""
         return [save for busy in self.busy for save in busy.saves]
 
     def stalls_ms(self) -> list[float]:
-        """Of each later save."""
+        """The stall of each later save."""
         return [1000 * stall for busy in self.busy for stall in busy.stalls_s]
 
     def slow_downs(self) -> list[float]:
-        """Of each round that had enough steps to tell."""
+        """The slow-down of each round that had enough steps."""
         return [found for busy in self.busy if (found := busy.slow_down_percent) is not None]
 
     def of_limit(self) -> list[float]:
@@ -179,7 +185,7 @@ class Outcome:
         return [save.staged_s / limit for save, limit in zip(self.idle, self.limits_s, strict=False)]
 
     def of_sync(self) -> list[float]:
-        """Time until committed over that of a synchronous save, round by round; nothing else was going on."""
+        """Time until committed over that of a synchronous save, round by round; training was paused."""
         return [save.done_s / sync for save, sync in zip(self.idle, self.syncs_s, strict=False)]
 
 
@@ -187,7 +193,7 @@ class Outcome:
 
 
 def rows_of(outcomes: list[Outcome], device: str) -> list[Row]:
-    """The results, those that can have a bar first. What was not measured has no row."""
+    """The results; rows that can have a bar come first. What was not measured has no row."""
     rows: list[Row] = []
     for outcome in outcomes:
         if outcome.contender.ours and outcome.first is not None:
@@ -217,7 +223,7 @@ def _barred(outcome: Outcome, device: str, dcp_stall_s: float | None) -> Iterato
 
 
 def _dcp_stall_s(outcomes: list[Outcome]) -> float | None:
-    """Until DCP's default gives control back: its first save or a usual later one, whichever is shorter."""
+    """Seconds until DCP's default returns control: its first save or the median later one, whichever is shorter."""
     for outcome in outcomes:
         if outcome.key == "dcp-default" and outcome.first is not None:
             later = [save.returned_s for save in outcome.saves()]
@@ -263,7 +269,7 @@ def _rates(outcome: Outcome, what: str) -> list[float]:
 
 
 def saves_table(outcomes: list[Outcome]) -> str:
-    """First and later saves. Times of later ones are while training goes on; x limit and x sync are without."""
+    """First and later saves. Later ones ran during training; `x limit` and `x sync` are from saves without training."""
     heads = ["contender", "first s", "returns s", "min..max", "staged s", "x limit", "min..max", "total s", "x sync",
              "min..max", "host/state", "device GB"]  # fmt: skip
     lines = []
@@ -284,7 +290,7 @@ def saves_table(outcomes: list[Outcome]) -> str:
 
 
 def training_table(outcomes: list[Outcome]) -> str:
-    """The training beside the later saves."""
+    """The training during the later saves."""
     heads = ["contender", "stall ms", "min..max", "steps/s without", "with", "slow-down %", "min..max", "worst step ms",
              "of", "steps", "saves"]  # fmt: skip
     lines = []
@@ -302,7 +308,7 @@ def training_table(outcomes: list[Outcome]) -> str:
 
 
 def _cells(values: list[float], digits: int) -> tuple[str, str]:
-    """The median, and the range."""
+    """The median and the range."""
     if not values:
         return "", ""
     return (
@@ -312,13 +318,13 @@ def _cells(values: list[float], digits: int) -> tuple[str, str]:
 
 
 def notes_of(outcomes: list[Outcome]) -> list[str]:
-    """What the workers had to say, and what could not be judged."""
+    """The notes of the workers, and what could not be judged."""
     notes = [f"{outcome.contender.name}: {note}" for outcome in outcomes for note in outcome.notes]
     for outcome in outcomes:
         if outcome.busy and not outcome.slow_downs():
             notes.append(f"{outcome.contender.name}: saves too short for {LEAST_STEPS} steps, no slow-down")
     if _dcp_stall_s(outcomes) is None:
-        notes.append("first saves are not compared: there is none of DCP's default")
+        notes.append("first saves are not compared: DCP's default was not measured")
     copies = [copy for outcome in outcomes for copy in outcome.device_copies_s]
     if copies:
         notes.append(f"a copy of the state within the device: {1000 * statistics.median(copies):.1f} ms")
@@ -329,7 +335,7 @@ def notes_of(outcomes: list[Outcome]) -> list[str]:
 
 
 def run_worker(task: Task, folder: Path) -> Outcome:
-    """Let a new process do the task. It and all it started are gone afterwards."""
+    """Run the task in a new process. That process and all its children have ended when this returns."""
     task_file, result_file, log = folder / "task.json", folder / "result.json", folder / "log"
     task_file.write_text(json.dumps(asdict(task)))
     result_file.unlink(missing_ok=True)
@@ -342,13 +348,13 @@ def run_worker(task: Task, folder: Path) -> Outcome:
             code = process.wait(task.most_seconds)
             fault = None if code in (0, 1) else f"the process ended with {code}"
         except subprocess.TimeoutExpired:
-            fault = "the process took too long and was ended"
+            fault = "the process took too long and was killed"
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     if not result_file.exists():
-        last = (log.read_text().strip().splitlines() or ["it said nothing"])[-1][:300]
+        last = (log.read_text().strip().splitlines() or ["no output"])[-1][:300]
         return Outcome(task.key, task.size_bytes, notes=[fault or f"the process failed: {last}"])
     outcome = Outcome.from_dict(json.loads(result_file.read_text()))
     if fault:
@@ -357,12 +363,12 @@ def run_worker(task: Task, folder: Path) -> Outcome:
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> Iterator[Outcome]:
-    """All contenders, one after the other; those that remain share the time that remains."""
+    """All contenders, one after the other. Those that remain share the remaining time."""
     end = time.monotonic() + 60 * arguments.minutes
     for i, key in enumerate(arguments.keys):
         began = time.monotonic()
         if began >= end:
-            yield Outcome(key, int(arguments.size_gb * 1e9), notes=["not measured: the time was over"])
+            yield Outcome(key, int(arguments.size_gb * 1e9), notes=["not measured: the time was used up"])
             continue
         place = folder / key
         place.mkdir()
@@ -392,7 +398,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size-gb", type=float, help="size of the state in GB (default 1; on a GPU 13)")
     parser.add_argument("--rounds", type=positive, help="rounds that count (default 5)")
     parser.add_argument("--minutes", type=float, help="for all contenders together (default 20; on a GPU 7)")
-    parser.add_argument("--only", nargs="+", metavar="CONTENDER", default=[], help="contenders, or how some begin")
+    parser.add_argument("--only", nargs="+", metavar="CONTENDER", default=[], help="contenders, or prefixes of names")
     parser.add_argument("--folder", type=Path, metavar="DIR", help="a folder on a disk (default: the temporary folder)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results as a list of rows")
     arguments = parser.parse_args()
@@ -409,10 +415,10 @@ def _arguments() -> argparse.Namespace:
 
 
 def main() -> None:
-    """Run what was asked for, print the tables, write the rows."""
+    """Run the contenders, print the tables, write the rows."""
     arguments = _arguments()
     if arguments.device != "cpu" and not _has_device():
-        print(f"--device {arguments.device}: there is none on this machine, nothing is measured")
+        print(f"--device {arguments.device}: there is none on this machine, so nothing is measured")
         if arguments.json:
             write_rows(arguments.json, [])
         return
@@ -423,13 +429,13 @@ def main() -> None:
         outcomes: list[Outcome] = []
         for outcome in measure(arguments, folder):
             outcomes.append(outcome)
-            if arguments.json:  # after each of them, should somebody end this
+            if arguments.json:  # after each contender, in case this run is interrupted
                 write_rows(arguments.json, rows_of(outcomes, arguments.device))
     rows = rows_of(outcomes, arguments.device)
     ends = "\n".join([*notes_of(outcomes), load_average()])
     print(saves_table(outcomes), training_table(outcomes), bars_table(rows), ends, sep="\n\n")
     if arguments.quick:
-        print("A quick run shows that all of it works; it is too short to judge by.")
+        print("A quick run only shows that everything works. It is too short to judge the figures.")
 
 
 def _has_device() -> bool:

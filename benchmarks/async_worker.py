@@ -1,9 +1,9 @@
-"""One contender of async_save.py in a process of its own: its first save, then rounds of saves with and without training.
+"""One contender of async_save.py in its own process: the first save, then rounds of saves with and without training.
 
     python async_worker.py TASK.json RESULT.json
 
-What has been measured so far is in RESULT.json at any time, so that a failure or a hang costs only what comes after it. The
-process ends, with all it started, when whoever started it does.
+RESULT.json always holds what has been measured so far, so a failure or a hang loses only what comes after it. When the
+parent process ends, this process and all its children end too.
 """
 
 import ctypes
@@ -36,22 +36,22 @@ from training import Limit, Training, Witness
 import milepost
 
 SAVE_TIMEOUT_S = 300.0
-MOST_SAVES = 10  # of a round, where saves are too short for steps
+MOST_SAVES = 10  # in one round, where saves are too short for enough steps
 LOOK_S = 0.05
 PROBE_BYTES = 16 << 20
 
 
 class Pending(Protocol):
-    """A save that goes on."""
+    """A save in progress."""
 
     def wait_staged(self, timeout_s: float) -> Any:
         """Wait until the state may be changed."""
 
     def result(self, timeout_s: float) -> Any:
-        """Wait until the checkpoint is committed; raises what went wrong."""
+        """Wait until the checkpoint is committed. Raises the error of a save that failed."""
 
 
-# Who saves
+# The contenders
 
 
 class Ours:
@@ -63,11 +63,11 @@ class Ours:
         self._optimizer = training.optimizer if contender.stage in ("overlap", "auto") else None
 
     def prewarm(self) -> None:
-        """Everything that a first save would make."""
+        """Allocate everything that a first save would allocate."""
         self._saver.prewarm(self._state)
 
     def save(self, where: Path) -> Pending:
-        """The call that is timed. The optimizer's own hook waits for an overlapped copy, so nothing else must."""
+        """The call that is timed. The optimizer's hook waits for an overlapped copy, so the loop does not have to."""
         return self._saver.save(self._state, where, optimizer=self._optimizer)
 
     def before_update(self, _: Pending) -> None:
@@ -78,12 +78,12 @@ class Ours:
         milepost.load(state, where, allow_unexpected=True)
 
     def close(self) -> None:
-        """Let go of memory and process."""
+        """Free the memory and end the process."""
         self._saver.close()
 
 
 class Dcp:
-    """DCP: as it comes, or with a stager that is kept and has every option that this machine can have."""
+    """DCP: with its defaults, or with a reused stager and every option that this machine supports."""
 
     def __init__(self, contender: Contender, training: Training) -> None:
         self._state = training.state
@@ -106,7 +106,7 @@ class Dcp:
         )
 
     def before_update(self, pending: Pending) -> None:
-        """What DCP asks of a training loop where staging goes on after the call."""
+        """DCP requires this of a training loop where staging continues after the call."""
         pending.wait_staged(SAVE_TIMEOUT_S)
 
     def load(self, state: dict[str, Any], where: Path) -> None:
@@ -114,33 +114,33 @@ class Dcp:
         dcp.load(state, checkpoint_id=where)
 
     def close(self) -> None:
-        """Let go of the stager; DCP ends its own process."""
+        """Close the stager; DCP ends its own process."""
         if self._stager is not None:
             self._stager.close()
 
 
 class DcpPending:
-    """DCP's answer: a future, or one for the staging and one for the rest."""
+    """What DCP returns: one future, or two (staging and upload)."""
 
     def __init__(self, answer: Any) -> None:
         self._staged = getattr(answer, "staging_completion", None)
         self._done = getattr(answer, "upload_completion", answer)
 
     def wait_staged(self, timeout_s: float) -> None:
-        """Where there is no future for it, the call has waited."""
+        """Without a future for staging, the call itself has waited."""
         if self._staged is not None:
             self._staged.result(timeout_s)
 
     def result(self, timeout_s: float) -> None:
-        """Until the metadata is written."""
+        """Wait until the metadata is written."""
         self._done.result(timeout_s)
 
 
-# What is watched meanwhile
+# What is watched during a save
 
 
 class Waiter:
-    """Notes when a save has staged and committed, while another thread trains."""
+    """Records when a save is staged and committed, while another thread trains."""
 
     def __init__(self, pending: Pending) -> None:
         self._pending, self._error = pending, None
@@ -154,29 +154,30 @@ class Waiter:
             self.staged_at = time.monotonic()
             self._pending.result(SAVE_TIMEOUT_S)
             self.done_at = time.monotonic()
-        except BaseException as error:  # raised again in `end`
+        except BaseException as error:  # raised in `end`
             self._error = error
 
     def waits(self) -> bool:
-        """Whether the save goes on."""
+        """Whether the save is still in progress."""
         return self._thread.is_alive()
 
     def end(self) -> None:
-        """Raise what went wrong."""
+        """Raise the error of the save, if it failed."""
         self._thread.join()
         if self._error is not None:
             raise self._error
 
 
 class HostMemory:
-    """The most memory that this process and those below it took beyond what was there, while the block ran.
+    """The peak memory of this process and its descendants while the block ran, beyond what was there before.
 
-    Of this process the peak of its size counts; of the others what is theirs alone, since memory that is shared with them is
-    in its size already. Should they hold more than that when the block ends (proportional sizes), this counts.
+    For this process, the peak of its resident size counts. For the others only their private memory counts, since
+    shared memory is in the size of this process already. If the sum of all proportional sizes grew by more until the
+    end of the block, that growth counts.
     """
 
     def __init__(self) -> None:
-        self.peak_bytes: int | None = None  # where the system does not say
+        self.peak_bytes: int | None = None  # None: the system does not report it
         self._below_bytes = 0
         self._ended = threading.Event()
         self._watch = threading.Thread(target=self._look, daemon=True)
@@ -202,10 +203,10 @@ class HostMemory:
 
 
 def _below(pid: int | str) -> list[str]:
-    """All processes that this one started, and those that they did."""
+    """All descendants of a process."""
     found: list[str] = []
     for children in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # a thread or a process that has ended
+        with suppress(OSError):  # the thread or process has ended
             for child in children.read_text().split():
                 found += [child, *_below(child)]
     return found
@@ -218,7 +219,7 @@ def _status_bytes(pid: str, name: str) -> int:
 
 
 def _shares_bytes(pids: list[str]) -> int:
-    """Proportional set sizes: what several processes share counts once in the sum."""
+    """The sum of proportional set sizes: shared memory counts once."""
     total = 0
     for pid in pids:
         with suppress(OSError, IndexError):
@@ -227,7 +228,7 @@ def _shares_bytes(pids: list[str]) -> int:
 
 
 def pinned_memory_shows() -> bool:
-    """Whether memory that torch pins is in the size of the process."""
+    """Whether memory that torch pins is part of the resident size of the process."""
     before = _status_bytes("self", "VmRSS")
     probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, pin_memory=True).fill_(1)
     return _status_bytes("self", "VmRSS") - before > probe.nbytes // 2
@@ -237,7 +238,7 @@ def pinned_memory_shows() -> bool:
 
 
 class Worker:
-    """Measures one contender, and writes down what it has after every step."""
+    """Measures one contender, and writes its results after every step."""
 
     def __init__(self, task: Task, result_file: Path) -> None:
         self._began = time.monotonic()
@@ -247,11 +248,11 @@ class Worker:
         self.outcome = Outcome(task.key, self._training.size_bytes)
         self._meter = Meter(0, 1, 0, lambda: None)
         self._who: Any = None
-        # Asked before anybody has pinned memory, since torch keeps what it has pinned and gives it out again.
+        # Before anything else pins memory: torch keeps pinned memory and hands it out again.
         self._pinned_shows = task.device == "cpu" or pinned_memory_shows()
 
     def run(self) -> None:
-        """The first save; then, unless that is all, rounds until there are enough or the time is over."""
+        """The first save; then rounds, unless only the first save counts, until all are done or the time is used up."""
         self.outcome.step_s = self._training.calibrate()
         self._first()
         self.write()
@@ -259,7 +260,7 @@ class Worker:
             self._limit = Limit(self._training)
             self._limit.to_host_s(), self._limit.on_device_s()
             if self._contender.ours:
-                self._sync()  # a first one, thrown away
+                self._sync()  # the first one is not counted
             for turn in range(self._task.rounds):
                 if turn == 0 or not self._late():
                     self._round(turn)
@@ -267,7 +268,7 @@ class Worker:
         self.write()
 
     def write(self) -> None:
-        """Leave what there is in the file of results."""
+        """Write the results so far."""
         new = self._file.with_suffix(".new")
         new.write_text(json.dumps(self.outcome.as_dict()))
         new.rename(self._file)
@@ -289,7 +290,7 @@ class Worker:
             self.outcome.first = self._idle_save(start)
         self.outcome.host_bytes = memory.peak_bytes
         if memory.peak_bytes is None:
-            self.outcome.notes.append("this system does not say how much memory a process had at most")
+            self.outcome.notes.append("this system does not report the peak memory of a process")
         self._count_pinned()
         self.outcome.device_bytes = self._device_bytes() - before
         witness.check(self._who.load, self._where)
@@ -325,7 +326,7 @@ class Worker:
         return time.monotonic() - start
 
     def _busy(self) -> None:
-        """Steps without a save; saves, and steps until they are done; steps without one again."""
+        """Steps without a save, then saves with steps until they are done, then steps without a save again."""
         self._settle()
         busy = Busy([], [], [], self._training.pace(self._task.pace_s))
         self._save_and_train(busy)
@@ -352,7 +353,7 @@ class Worker:
         witness.check(self._who.load, self._where)
 
     def _settle(self) -> None:
-        """No checkpoint, nothing to sync, no garbage; on a CPU also pages that were in use just now (harness.py says why)."""
+        """Remove the checkpoint, sync, collect garbage; on a CPU also recycle pages (harness.py explains why)."""
         shutil.rmtree(self._where, ignore_errors=True)
         gc.collect()
         ctypes.CDLL(None).malloc_trim(0)
@@ -361,7 +362,7 @@ class Worker:
             self._meter.recycle(self._where.parent, self._training.size_bytes)
 
     def _device_bytes(self, start: bool = False) -> int:
-        """What torch held on the device at most since the start."""
+        """The peak that torch held on the device since the start."""
         if self._task.device == "cpu":
             return 0
         if start:
@@ -369,11 +370,11 @@ class Worker:
         return int(torch.cuda.max_memory_allocated())
 
     def _count_pinned(self) -> None:
-        """Add what torch has pinned so far, at most at a time, where the size of a process does not show it."""
+        """Add the peak of torch's pinned memory, where the resident size does not include it."""
         if not self._pinned_shows and self.outcome.host_bytes is not None:
             stats = getattr(torch.cuda, "host_memory_stats", dict)()
             self.outcome.host_bytes += int(stats.get("allocated_bytes.peak", 0))
-            self.outcome.notes.append("memory that torch pinned is not in the size of the process here: added")
+            self.outcome.notes.append("pinned memory is not part of the resident size here, so it was added")
 
 
 def _join_group(folder: Path) -> None:
@@ -383,12 +384,12 @@ def _join_group(folder: Path) -> None:
 
 
 def _end_with_parent() -> None:
-    os.read(0, 1)  # nothing ever comes: this is its end
+    os.read(0, 1)  # nothing is ever sent: this returns when the parent has ended
     os.killpg(os.getpgid(0), signal.SIGKILL)
 
 
 def main() -> None:
-    """Measure, and say in the file of results what went wrong."""
+    """Measure. If something fails, write that into the results."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -405,7 +406,7 @@ def main() -> None:
         worker.write()
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(1)  # a contender that failed may have left threads that nobody can end
+        os._exit(1)  # a contender that failed may have left threads that cannot be ended
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ _ALIGN = 64
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """A tensor of the state: where it stands, and what it is."""
+    """A tensor of the state: its group, key, shape and dtype."""
 
     group: str
     key: str
@@ -42,7 +42,7 @@ class Spec:
 
 
 def large_specs(size_bytes: int) -> list[Spec]:
-    """About `size_bytes` of a transformer in training: an embedding and layers, bf16 weights and two fp32 moments for each."""
+    """About `size_bytes` of a transformer in training: an embedding and layers in bf16, two fp32 moments each."""
     width = min(2048, int((size_bytes / 240) ** 0.5) // 64 * 64)
     layers = max(1, round(size_bytes / (120 * width * width)) - 1)
     square, wide, tall = (width, width), (4 * width, width), (width, 4 * width)
@@ -64,12 +64,12 @@ def small_specs(count: int) -> list[Spec]:
 class State:
     """A state with known contents: plain tensors on a device, or DTensors cut along `dim` over a mesh.
 
-    On the CPU all tensors lie in one piece of memory of whole pages (`memory`), which raw transfers as it is. Each is
-    a storage of its own, aligned like any tensor, so that nobody else can tell.
+    On the CPU all tensors lie in one block of whole pages (`memory`), which raw transfers as it is. Each tensor still
+    has a storage of its own with the usual alignment, so the other contenders see ordinary tensors.
     """
 
     def __init__(self, specs: list[Spec], mesh: DeviceMesh | None = None, dim: int = 0, device: str = "cpu") -> None:
-        # All contents are windows of one block of random bytes: any part of any tensor can be compared at no cost.
+        # All contents are windows of one block of random bytes, so a comparison needs no second copy of the state.
         largest = max(spec.size_bytes for spec in specs)
         bytes_ = torch.randint(256, (largest + _ALIGN * len(specs),), dtype=torch.uint8, generator=_seeded()).to(device)
         self.value: dict[str, Any] = {"step": 12345}
@@ -105,20 +105,20 @@ class State:
 
     @property
     def flat(self) -> dict[str, torch.Tensor]:
-        """All tensors by one name each."""
+        """All tensors by flat name."""
         groups = [group for group in self.value if group != "step"]
         return {f"{group}.{key}": tensor for group in groups for key, tensor in self.value[group].items()}
 
     def scribble(self) -> None:
-        """Forget all contents."""
+        """Overwrite all contents with zeros."""
         for local in self.locals:
             local.zero_()
 
     def check(self, who: str) -> None:
-        """Raise AssertionError unless every byte is what it was at first."""
+        """Raise AssertionError unless every byte has its original value."""
         for spec, local, part in zip(self._specs, self.locals, self._expected, strict=True):
             if not torch.equal(local.view(torch.uint8), part.contiguous().view(torch.uint8)):
-                raise AssertionError(f"{who} loaded something else than was saved into {spec.key}")
+                raise AssertionError(f"{who} loaded other data into {spec.key} than was saved")
 
 
 def _part(whole: torch.Tensor, mesh: DeviceMesh | None, dim: int) -> torch.Tensor:
@@ -138,9 +138,10 @@ Call = Callable[[State, Path], Any]
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """Files of one kind: who writes them, and who reads them.
+    """One file format: its writers and its readers.
 
-    Each writer finds an empty folder and is done when the bytes are durable. The first of them writes what is read.
+    Each writer starts with an empty folder and ends when the bytes are durable. The readers read what the first one
+    wrote.
     """
 
     savers: dict[str, Call]
@@ -155,7 +156,7 @@ class Format:
 
 
 def milepost_format(unverified: bool = False, unsummed: bool = False) -> Format:
-    """Milepost as it comes; on request also loads that do not look at checksums, and saves that make none."""
+    """Milepost with its defaults; on request also loads that ignore checksums, and saves that compute none."""
     savers: dict[str, Call] = {MILEPOST: milepost_save}
     if unsummed:
         savers[UNSUMMED] = milepost_save_unsummed
@@ -166,17 +167,17 @@ def milepost_format(unverified: bool = False, unsummed: bool = False) -> Format:
 
 
 def milepost_can(function: str, option: str) -> bool:
-    """Whether a function of this Milepost has an option, so that an older one can be measured too."""
+    """Whether a function of this Milepost has an option. Older versions can be measured too."""
     return option in inspect.signature(getattr(milepost, function)).parameters
 
 
 def milepost_save(state: State, folder: Path) -> None:
-    """Milepost as it comes."""
+    """Milepost's defaults."""
     milepost.save(state.value, folder / "checkpoint")
 
 
 def milepost_save_unsummed(state: State, folder: Path) -> None:
-    """What Milepost would be without checksums: zeros stand for them. No load accepts the result."""
+    """Milepost without checksums: zeros in their place. No load accepts the result."""
 
     def zeros(views: Sequence[memoryview], block_bytes: int) -> list[int]:
         return [0] * -(-sum(map(len, views)) // block_bytes)
@@ -186,7 +187,7 @@ def milepost_save_unsummed(state: State, folder: Path) -> None:
 
 
 def milepost_load(state: State, folder: Path, **options: Any) -> None:
-    """Milepost as it comes: every byte verified."""
+    """Milepost's defaults: every byte is verified."""
     milepost.load(state.value, folder / "checkpoint", **options)
 
 
@@ -201,7 +202,7 @@ def dcp_load(state: State, folder: Path) -> None:
 
 
 def dcp_format() -> Format:
-    """DCP as it comes."""
+    """DCP with its defaults."""
     return Format({DCP: dcp_save}, {DCP: dcp_load})
 
 
@@ -225,11 +226,11 @@ def _raw(call: Callable[[Path, memoryview, int], None]) -> Call:
     return run
 
 
-# What works in one process only. These load into new memory, and copy: as `load_state_dict` does after them.
+# Formats for one process. They load into new memory and then copy, as `load_state_dict` does.
 
 
 def single_formats() -> dict[str, Format | None]:
-    """By the module that each needs; None where that is not installed."""
+    """By the module that each needs; None where it is not installed."""
     made = {
         "safetensors": lambda: Format({SAFETENSORS: safetensors_save}, {SAFETENSORS: safetensors_load}),
         "torch_checkpointing": lambda: Format(
@@ -277,7 +278,7 @@ def safetensors_save(state: State, folder: Path) -> None:
 
 
 def safetensors_load(state: State, folder: Path) -> None:
-    """`safetensors.torch.load_file`: tensors over a memory map, whose pages come with the copy."""
+    """`safetensors.torch.load_file`: tensors over a memory map; the copy reads the pages."""
     from safetensors.torch import load_file
 
     _copy_in(state, load_file(folder / "all.safetensors"))
@@ -295,7 +296,7 @@ def torch_checkpointing_save(state: State, folder: Path) -> None:
 
 
 def torch_checkpointing_load(state: State, folder: Path) -> None:
-    """In place, if it can."""
+    """In place, where supported."""
     from torch_checkpointing import CheckpointManager
 
     with contextlib.closing(CheckpointManager(CheckpointManager.Config.with_sync_save())) as manager:
@@ -303,7 +304,7 @@ def torch_checkpointing_load(state: State, folder: Path) -> None:
 
 
 def orbax_save(state: State, folder: Path) -> None:
-    """Its checkpointer for trees, of arrays of bytes (numpy has no bfloat16), then fsync."""
+    """Its checkpointer for trees, with arrays of bytes (numpy has no bfloat16), then fsync."""
     import orbax.checkpoint as orbax
 
     with orbax.StandardCheckpointer() as checkpointer:

@@ -1,10 +1,11 @@
-"""How fast a checkpoint is converted to each format, and how much memory that takes, beside copying its files.
+"""How fast a checkpoint is converted to each format, and how much memory that takes, compared with copying its files.
 
-One process converts a checkpoint that it finds in the page cache, with a budget of 64 MiB, until the result is synced. Copy is
-shutil.copyfile and fsync of the same shard files: reading and writing every byte once, and nothing else. A conversion also
-verifies what it reads, computes the sums that its target needs, and puts bytes in another order. The second case has thousands
-of tensors of 4 KB, where the time goes into Python. Contenders take turns, in another order in each round, and ratios are
-medians within rounds; see harness.py for the rest. What was written first is read by the format's own library and compared.
+One process converts a checkpoint from the page cache, with a budget of 64 MiB, and ends when the result is synced. Copy
+is shutil.copyfile and fsync of the same shard files: it reads and writes every byte once and does nothing else. A
+conversion also verifies what it reads, computes the checksums of its target, and reorders bytes. The second case has
+thousands of tensors of 4 KB, where most of the time is spent in Python. Contenders take turns, in a different order in
+each round, and ratios are medians within rounds; harness.py has the details. The first result of each format is read by
+that format's own library and compared.
 """
 
 import argparse
@@ -89,7 +90,7 @@ def _copy(source: Path, target: Path) -> None:
 
 
 def _compare(source: Path, place: Path, to: str) -> None:
-    """Whether the format's own library finds what the source holds."""
+    """Check that the format's own library reads what the source holds."""
     import torch
 
     import milepost
@@ -123,7 +124,7 @@ def _read(place: Path, to: str) -> dict[str, Any]:
 
 
 def rows_of(case: Case) -> list[Row]:
-    """Those with bars first."""
+    """The rows of a case, those with bars first."""
     rows = []
     judged = case.name == LARGE
     for to in FORMATS:
@@ -132,7 +133,7 @@ def rows_of(case: Case) -> list[Row]:
         rows.append(at_least(f"{case.name}: to {to}, speed / copy", 1 / ratio, "x", LEAST_OF_COPY if judged else None))
     for to in FORMATS:
         peak = case.peaks[to] / 2**20
-        # Small tensors: the plan itself takes memory, about a KB for each tensor.
+        # With small tensors the plan itself takes about a KB for each tensor.
         most = BUDGET_BYTES / 2**20 if judged else None
         rows.append(at_most(f"{case.name}: to {to}, memory", peak, "MiB", most))
     for who in (COPY, *FORMATS):
@@ -186,7 +187,7 @@ def main() -> None:
     rows = [row for case in cases for row in rows_of(case)]
     print(table_of(cases), bars_table(rows), load_average(), sep="\n\n")
     if arguments.quick:
-        print("A quick run shows that all of it works; it is too short to judge by.")
+        print("A quick run only shows that everything works. It is too short to judge the figures.")
     if arguments.json:
         write_rows(arguments.json, rows)
 

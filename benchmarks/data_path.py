@@ -1,13 +1,15 @@
-"""How near saves and loads come to the disk and to memory: Milepost beside raw transfers, DCP and others.
+"""How close saves and loads come to the speed of the disk and of memory: Milepost beside raw transfers, DCP and others.
 
-Cases, in one process and on 4 gloo ranks with DTensors: durable saves to a disk and to tmpfs; loads onto the same cut from
-files in the page cache (warm) and from the disk (cold: the page cache is dropped before each run); loads onto other numbers
-of ranks and another dimension; thousands of tensors of 4 KB. The state is part of a transformer in training. With
-`--device cuda`: one process whose state is in GPU memory, beside the time of the copies to and from pinned memory.
+Cases, in one process and on 4 gloo ranks with DTensors: durable saves to a disk and to tmpfs; loads with the same
+sharding, from the page cache (warm) and from the disk (cold: the page cache is dropped before each run); loads onto
+other numbers of ranks and another dimension; thousands of tensors of 4 KB. The state is part of a transformer in
+training. With `--device cuda`: one process whose state is in GPU memory, and the time of the copies to and from pinned
+memory.
 
-Raw is the limit: each rank's bytes, one file for each, between memory and disk, with nothing planned, named, checked or moved.
-A ratio to raw is to the faster one of buffered and direct I/O in the same round. Contenders take turns; figures are medians over
-rounds; every load is compared once with what was saved. harness.py says what makes this fair, README.md what each row means.
+Raw is the limit: it moves each rank's bytes between memory and one file, and does not plan, name, check or reshard.
+A ratio to raw is to the faster of buffered and direct I/O in the same round. Contenders take turns. Figures are medians
+over rounds. Every load is compared once with what was saved. harness.py says what makes the comparison fair, and
+README.md what each row means.
 """
 
 import argparse
@@ -58,7 +60,7 @@ BARS = {
     "save-disk": Bars(most_of_raw=1.15, least_of_dcp=1.6, least_of_safetensors=1.0, most_checksums_percent=10),
     "save-tmpfs": Bars(most_of_raw=1.25, least_of_dcp=1.5),
     "load-warm": Bars(most_of_raw=1.5, most_of_raw_unverified=1.2, least_of_dcp=5, most_checksums_percent=40),
-    # "Nothing" for checksums on a cold load: less than what can be told from noise.
+    # Checksums cost nothing measurable on a cold load: less than the noise.
     "load-cold": Bars(most_of_raw=1.15, least_of_dcp=2.5, most_checksums_percent=5),
     "load-2-to-4": Bars(least_of_dcp=8, most_read=1.05),
     "load-4-to-2": Bars(least_of_dcp=4, most_read=1.05),
@@ -72,7 +74,7 @@ MOST_SMALL_ROUNDS = 3  # DCP needs many seconds for each
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to measure, and how much. Travels to the ranks."""
+    """What to measure, and how much. It is sent to the ranks."""
 
     size_bytes: int
     tensors: int
@@ -86,11 +88,11 @@ class Plan:
         return not self.keys.isdisjoint(keys)
 
     def name(self, key: str) -> str:
-        """What a case is called in the table and in the rows."""
+        """The name of a case in the table and in the rows."""
         return (NAMES | DEVICE_NAMES)[key].format(tensors=self.tensors, device=self.device)
 
     def bars_of(self, case: Case) -> Bars:
-        """The bars of the project for this case."""
+        """The project's bars for this case."""
         key = next(key for key in self.keys if self.name(key) == case.name)
         return next(bars for start, bars in BARS.items() if key.startswith(start))
 
@@ -117,7 +119,7 @@ def one_process(rank: int, world: int, folder: Path, plan: Plan) -> list[Measure
 
 
 def two_ranks_save(rank: int, world: int, folder: Path, plan: Plan) -> list[Measured]:
-    """Save on two ranks, for the four. Nothing is measured."""
+    """Save on two ranks; four ranks load it later. Nothing is measured."""
     from contenders import dcp_format, large_specs, milepost_format
     from stage import Stage
 
@@ -128,7 +130,7 @@ def two_ranks_save(rank: int, world: int, folder: Path, plan: Plan) -> list[Meas
 
 
 def four_ranks(rank: int, world: int, folder: Path, plan: Plan) -> list[Measured]:
-    """Load what two ranks saved; save; load that as it was cut, and cut along the other dimension."""
+    """Load what two ranks saved; save; load that with the same sharding, then sharded along the other dimension."""
     from contenders import large_specs
     from stage import Stage
 
@@ -174,7 +176,7 @@ def saves(stage: Any, plan: Plan, state: Any) -> None:
 
 
 def loads(stage: Any, plan: Plan, state: Any, kept: Path) -> None:
-    """Loads onto the same cut, warm and cold; leaves what was loaded for other cuts."""
+    """Loads with the same sharding, warm and cold. The files stay, for loads with other shardings."""
     import contenders as c
 
     world = stage.meter.world
@@ -192,7 +194,7 @@ def loads(stage: Any, plan: Plan, state: Any, kept: Path) -> None:
 
 
 def other_cut(stage: Any, name: str, state: Any, kept: Path) -> None:
-    """A warm load of what other ranks saved; raw's file is made here, cut as these ranks want it."""
+    """A warm load of what other ranks saved. Raw's file is written here, already sharded for these ranks."""
     import contenders as c
 
     formats = {RAW: c.raw_format(direct=False), DCP: c.dcp_format(), MILEPOST: c.milepost_format()}
@@ -215,7 +217,7 @@ def small(stage: Any, plan: Plan) -> None:
 
 
 def _others(stage: Any) -> dict[str, Any]:
-    """The formats beside Milepost and DCP that are installed and work; a note for each that does not."""
+    """The formats beside Milepost and DCP that are installed and work, and a note for each other one."""
     import contenders as c
 
     if stage.mesh is not None:
@@ -244,9 +246,9 @@ def _notes() -> list[str]:
 
     notes = []
     if not c.milepost_can("load", "verify"):
-        notes.append("this Milepost always verifies: no loads without, and no share of checksums in loads")
+        notes.append("this Milepost always verifies: unverified loads and the share of checksums in loads are left out")
     if not harness.may_drop_caches():
-        notes.append("cold: files are dropped from the page cache one by one; we may not drop all of it")
+        notes.append("cold: files are dropped from the page cache one by one, since only root may drop all of it")
     return notes
 
 
@@ -273,7 +275,7 @@ def measure(folder: Path, plan: Plan) -> list[Case]:
 
 
 def show(cases: list[Case], plan: Plan) -> list[Row]:
-    """Print the tables, and give the rows."""
+    """Print the tables and return the rows."""
     rows = [row for case in cases for row in rows_of(case, plan.bars_of(case))]
     rows.append(worst_peak(rows))
     notes = list(dict.fromkeys(note for case in cases for note in case.notes))
@@ -290,7 +292,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--size-gb", type=float, help="size of the state in GB (default 1; with --device cuda 8)")
     parser.add_argument("--tensors", type=positive, help="number of tensors of 4 KB (default 20000)")
     parser.add_argument("--rounds", type=positive, help="rounds that count (default 5)")
-    parser.add_argument("--only", nargs="+", metavar="CASE", default=[], help="cases, or how the names of some begin")
+    parser.add_argument("--only", nargs="+", metavar="CASE", default=[], help="cases, or prefixes of their names")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where the state is")
     parser.add_argument("--disk", type=Path, metavar="DIR", help="a folder on a disk (default: the temporary folder)")
     parser.add_argument("--shm", type=Path, metavar="DIR", default=Path("/dev/shm"), help="a folder on tmpfs")
@@ -319,10 +321,10 @@ def _plan(arguments: argparse.Namespace, shm: Path) -> Plan:
 
 
 def main() -> None:
-    """Run what was asked for, print the tables, write the rows."""
+    """Run the cases, print the tables, write the rows."""
     arguments = _arguments()
     if arguments.device != "cpu" and not _has_device():
-        print(f"--device {arguments.device}: there is none on this machine, nothing is measured")
+        print(f"--device {arguments.device}: there is none on this machine, so nothing is measured")
         if arguments.json:
             write_rows(arguments.json, [])
         return
@@ -338,7 +340,7 @@ def main() -> None:
         cases = measure(folder, plan)
     rows = show(cases, plan)
     if arguments.quick:
-        print("A quick run shows that all of it works; it is too short to judge by.")
+        print("A quick run only shows that everything works. It is too short to judge the figures.")
     if arguments.json:
         write_rows(arguments.json, rows)
 

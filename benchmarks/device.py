@@ -1,9 +1,9 @@
-"""The cases of data_path.py whose state is in the memory of a device, in one process.
+"""The cases of data_path.py whose state is in device memory, in one process.
 
-Beside DCP stand two limits. "pinned copy" is the way between the device and host memory that is pinned: copies in flight one
-after the other, all bytes of the state, and nothing else. Raw is the way between pinned host memory and the disk, for as many
-bytes. A save that overlaps the two perfectly takes as long as the slower one. The pinned memory is one buffer, used again from
-its start: what is in raw's file is not the state, and only Milepost's and DCP's loads are compared with what was saved.
+DCP and two limits are measured too. "pinned copy" copies all bytes of the state between the device and pinned host
+memory, back to back, and does nothing else. Raw moves as many bytes between pinned host memory and the disk. A save
+that overlaps the two perfectly takes as long as the slower one. The pinned memory is one buffer, used again from its
+start: the file of raw does not hold the state, and only the loads of Milepost and DCP are compared with what was saved.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ COPY_BYTES = 64 << 20
 
 
 class Pinned:
-    """A pinned buffer that stands in for as much host memory as the state has bytes."""
+    """A pinned buffer in place of host memory as large as the state."""
 
     def __init__(self, size_bytes: int) -> None:
         self.tensor = torch.empty(min(raw.padded(size_bytes), PINNED_BYTES), dtype=torch.uint8, pin_memory=True)
@@ -83,7 +83,7 @@ def _saves(stage: Stage, plan: Any, state: c.State, pinned: Pinned, formats: lis
 
 
 def _raw_format(pinned: Pinned, file_bytes: int, direct: bool) -> c.Format:
-    """Writers only: what is read lands in the pinned buffer, so `_limits` measures that."""
+    """Writers only. Reads go into the pinned buffer, and `_limits` measures them."""
     savers: dict[str, c.Call] = {RAW: lambda _, folder: raw.write(folder / "0.bin", pinned.memory, file_bytes)}
     if direct:
         savers[DIRECT] = lambda _, folder: raw.write_direct(folder / "0.bin", pinned.memory, file_bytes)
@@ -108,12 +108,12 @@ def _limits(
 
 
 def _note_pinned(stage: Stage, held_before: int) -> None:
-    """Pinned memory may be missing in the size of a process, so torch's own count is noted too."""
+    """Resident sizes may not include pinned memory, so torch's own count is noted too."""
     held = _pinned_bytes("peak") - held_before
-    stage.meter.notes.append(f"pinned by torch for the contenders, at most at a time: {held / 2**20:.0f} MiB")
+    stage.meter.notes.append(f"peak of the memory that torch pinned for the contenders: {held / 2**20:.0f} MiB")
 
 
 def _pinned_bytes(what: str) -> int:
-    """What torch's allocator of pinned memory holds now ("current") or held at most ("peak"); 0 where torch does not say."""
+    """Bytes that torch has pinned, now ("current") or at most ("peak"); 0 where torch does not report it."""
     stats = getattr(torch.cuda, "host_memory_stats", dict)()
     return int(stats.get(f"allocated_bytes.{what}", 0))

@@ -1,11 +1,11 @@
 """How long a durable save and a warm load take: Milepost beside torch.distributed.checkpoint (DCP) and the raw disk.
 
-Cases: one process; 2 and 4 gloo ranks with DTensors; loads onto the same cut, onto other numbers of ranks (2 -> 4, 4 -> 2)
-and onto another dimension (Shard(0) -> Shard(1)); thousands of tensors of 4 KB. The state is a slice of a transformer in
-training: bf16 weights with two fp32 moments. A save ends when the bytes are synced. A load fills the state in place from files
-in the page cache. Raw is pwritev + fsync (or direct I/O) of each rank's bytes into one file, and preadv of a file that is
-already cut as the load wants it. Contenders take turns; ratios are medians within rounds; see harness.py for the rest.
-Everything that was loaded is compared once with what was saved.
+Cases: one process; 2 and 4 gloo ranks with DTensors; loads with the same sharding, onto other numbers of ranks (2 -> 4,
+4 -> 2) and onto another dimension (Shard(0) -> Shard(1)); thousands of tensors of 4 KB. The state is a slice of a
+transformer in training: bf16 weights with two fp32 moments. A save ends when the bytes are synced. A load fills the
+state in place from files in the page cache. Raw is pwritev + fsync (or direct I/O) of each rank's bytes into one file,
+and preadv of a file that is already sharded for the load. Contenders take turns, and ratios are medians within rounds;
+harness.py has the details. Every load is compared once with what was saved.
 """
 
 import argparse
@@ -37,7 +37,7 @@ MOST_SMALL_ROUNDS = 3  # DCP needs many seconds for each
 
 
 def bars_of(case: str) -> Bars:
-    """The bars of the project's design for this case."""
+    """The project's bars for this case."""
     if "4 KB" in case:
         return Bars(least_of_dcp=10 if case.startswith("save") else 20)
     if case.startswith("save"):
@@ -104,7 +104,7 @@ def one_process(rank: int, world: int, folder: Path, sizes: Sizes) -> list[Measu
 
 
 def two_ranks_save(rank: int, world: int, folder: Path, sizes: Sizes) -> list[Measured]:
-    """Save on two ranks, for the four."""
+    """Save on two ranks; four ranks load it later."""
     from contenders import large_specs
     from stage import Stage
 
@@ -114,7 +114,7 @@ def two_ranks_save(rank: int, world: int, folder: Path, sizes: Sizes) -> list[Me
 
 
 def four_ranks(rank: int, world: int, folder: Path, sizes: Sizes) -> list[Measured]:
-    """Load what two ranks saved; save; load that as it was cut, and cut along the other dimension."""
+    """Load what two ranks saved; save; load that with the same sharding, then sharded along the other dimension."""
     from contenders import large_specs
     from stage import Stage
 
@@ -170,7 +170,7 @@ def main() -> None:
     rows = [row for case in cases for row in rows_of(case, bars_of(case.name))]
     print(table_of(cases), bars_table(rows), load_average(), sep="\n\n")
     if arguments.quick:
-        print("A quick run shows that all of it works; it is too short to judge by.")
+        print("A quick run only shows that everything works. It is too short to judge the figures.")
     if arguments.json:
         write_rows(arguments.json, rows)
 

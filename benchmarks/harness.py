@@ -1,15 +1,15 @@
-"""Shared by the benchmarks: start ranks and measure fairly. Linux only; torch is imported in the ranks alone.
+"""Shared by the benchmarks: start ranks and measure fairly. Linux only; torch is imported only in the ranks.
 
 What makes a comparison fair here:
 
-* Contenders take turns within a round, in another order each time. A first round is thrown away.
-* Every run starts from the same pages. Memory that was never touched, or has been free for long, is several times
+* Contenders take turns within a round, in a different order each time. The first round is not counted.
+* Every run starts with the same pages. Memory that was never touched, or has been free for long, is several times
   slower at first use, above all in virtual machines. So the state is allocated and filled once; freed heap goes back
-  to the system before each run; and each run starts right after a filler of the size of the state was written and
-  deleted, so that the page cache and the contenders get the pages that this gave back.
-* A save starts with nothing left to sync. A warm load finds its files in the page cache, a cold one finds none of
+  to the system before each run; and just before each run a filler as large as the state is written and deleted, so
+  that the page cache and the contenders get its pages.
+* A save starts with nothing left to sync. A warm load finds its files in the page cache, a cold load finds none of
   them there. Targets are overwritten before each load.
-* Ratios are taken within a round, where contenders share the noise of the machine, and the median of these is shown.
+* Ratios are computed within a round, where contenders share the noise of the machine. The median of these is shown.
 """
 
 import ctypes
@@ -45,7 +45,7 @@ class RankFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """One run as one rank saw it. Times are of the clock that all processes of a machine share."""
+    """One run as one rank saw it. Times come from the clock that all processes of a machine share."""
 
     start_s: float
     end_s: float
@@ -67,8 +67,8 @@ class Run:
 class Measured:
     """What one rank measured in one case, by contender. `size_bytes` is what this rank saves or needs.
 
-    `peaks` is the most memory that a contender took beyond what was there, the round that is thrown away included: who
-    keeps memory from one call to the next takes it only then.
+    `peaks` is the peak memory of a contender beyond what was there before. It includes the round that is not counted: a
+    contender that keeps its memory between calls allocates it then.
     """
 
     case: str
@@ -80,7 +80,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One line of questions: the runs of each contender, in the order of the rounds; `peaks` are of the rank that took most."""
+    """One case: the runs of each contender, in the order of the rounds. `peaks` has the largest of all ranks."""
 
     name: str
     size_bytes: int
@@ -99,7 +99,7 @@ class Case:
         return statistics.median(getattr(run, what) for run in self.runs[contender])
 
     def ratio(self, contender: str, others: tuple[str, ...]) -> float | None:
-        """How many times as long as the fastest of `others` in the same round; None where one or all of them did not run."""
+        """The time over that of the fastest of `others` in the same round, as a median; None if either did not run."""
         present = [self.runs[other] for other in others if other in self.runs]
         if not present or contender not in self.runs:
             return None
@@ -121,10 +121,10 @@ class Meter:
         self._libc = ctypes.CDLL(None)
 
     def case(self, name: str, size_bytes: int, runs: dict[str, "Planned"]) -> None:
-        """Let the contenders take turns, and keep what each round but the first shows."""
+        """Let the contenders take turns, and keep the samples of each round but the first."""
         measured = Measured(name, size_bytes, {contender: [] for contender in runs}, notes=self.notes)
         self.results.append(measured)
-        gc.freeze()  # what is there now stays: without this each collection takes longer than a small case
+        gc.freeze()  # exclude what is there now: otherwise each collection takes longer than a small case
         began = time.monotonic()
         order = list(runs)
         for turn in range(self.rounds + 1):
@@ -138,7 +138,7 @@ class Meter:
                     planned.after_first()
                 else:
                     measured.samples[contender].append(sample)
-            random.Random(turn).shuffle(order)  # alike on all ranks
+            random.Random(turn).shuffle(order)  # the same order on all ranks
         if self.rank == 0:
             print(f"  {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
 
@@ -162,9 +162,9 @@ class Meter:
             shutil.rmtree(folder, ignore_errors=True)
 
     def recycle(self, folder: Path, size_bytes: int) -> None:
-        """Make pages free that were in use just now, so that whoever needs as many bytes of new memory will get these.
+        """Free pages that were in use a moment ago, so that a contender that needs new memory gets these.
 
-        The last thing before a run: what stays free for a second or two goes back to the host of a virtual machine.
+        Call it last before a run: pages that stay free for a second or two go back to the host of a virtual machine.
         """
         filler = folder / f"filler-{self.rank}"
         with filler.open("wb", buffering=0) as file:
@@ -173,14 +173,14 @@ class Meter:
         filler.unlink()  # before the kernel has begun to write it back
 
     def settle(self) -> None:
-        """Leave the disk nothing to do for others, once for all ranks."""
+        """Sync everything, once for all ranks, so that no run pays for another one's writes."""
         self.barrier()
         if self.rank == 0:
             os.sync()
         self.barrier()
 
     def chill(self, folder: Path) -> None:
-        """Take the files of a folder out of the page cache, once for all ranks; everything, where we may."""
+        """Drop the files of a folder from the page cache, once for all ranks; where permitted, drop the whole cache."""
         self.barrier()
         if self.rank == 0:
             _drop(folder)
@@ -195,14 +195,14 @@ class Meter:
 
 
 def may_drop_caches() -> bool:
-    """Whether we may empty the page cache of the whole machine."""
+    """Whether this process may drop the page cache of the whole machine."""
     return os.access(DROP_CACHES, os.W_OK)
 
 
 def _drop(folder: Path) -> None:
     for path in _files(folder):
         handle = os.open(path, os.O_RDONLY)
-        os.fsync(handle)  # what is not written yet would stay
+        os.fsync(handle)  # pages that are not written back yet would stay
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
     if may_drop_caches():
@@ -219,7 +219,7 @@ def _nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """A run to be measured: what is timed, what happens before each, and what surrounds the first, which is thrown away."""
+    """A run to measure: what is timed, what comes before each run, and what surrounds the first one (not counted)."""
 
     action: Callable[[], Any]
     prepare: Callable[[], Any]
@@ -233,19 +233,19 @@ def _status_bytes(name: str) -> int:
 
 
 def _read_bytes() -> int:
-    """What this process has read so far, from disk or page cache. Maps of files do not count."""
+    """Bytes that this process has read so far, from disk or page cache. Memory maps do not count."""
     return int(Path("/proc/self/io").read_text().split("rchar:")[1].split()[0])
 
 
-# Starting them
+# Starting the ranks
 
 
 def run_ranks(world: int, work: Callable[..., list[Measured]], folder: Path, *arguments: Any) -> list[Case]:
     """Call `work(rank, world, folder, *arguments)` in `world` new processes, and merge what they measured.
 
-    Raises RankFailed with the traceback of the first rank that failed. No process is left behind, whatever happens.
+    Raises RankFailed with the traceback of the first rank that failed. No process is left behind, even after an error.
     """
-    # One server imports torch, and the ranks are forked from it: importing takes longer than many a case.
+    # One server imports torch and the ranks are forked from it: the import takes longer than many cases.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(PRELOAD))
     ranks, pipes = [], []
@@ -282,7 +282,7 @@ def _collect(pipes: list[Connection]) -> list[list[Measured]]:
 
 
 def _be_rank(pipe: Connection, work: Callable[..., list[Measured]], *arguments: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent hears it too, and ends us
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent gets it too, and ends the ranks
     threading.Thread(target=_end_with_parent, daemon=True).start()
     try:
         pipe.send(work(*arguments))

@@ -1,4 +1,4 @@
-"""The machine that something ran on, in words."""
+"""Describes the machine that a benchmark ran on."""
 
 import os
 import platform
@@ -13,8 +13,8 @@ def machine(*folders: Path) -> str:
     disks = ", ".join(_disk(folder) for folder in folders)
     return (
         f"{versions}, Python {platform.python_version()}, Linux {platform.release()}\n"
-        f"{os.cpu_count()} CPUs, {_memory_gb('MemTotal'):.0f} GB of memory, {_memory_gb('MemAvailable'):.0f} available; "
-        f"{disks}; {load_average()}"
+        f"{os.cpu_count()} CPUs, {_memory_gb('MemTotal'):.0f} GB of memory, "
+        f"{_memory_gb('MemAvailable'):.0f} available; {disks}; {load_average()}"
     )
 
 

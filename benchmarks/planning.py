@@ -1,18 +1,21 @@
-"""What planning a checkpoint costs as the cluster grows: Milepost beside torch.distributed.checkpoint (DCP), without data.
+"""What planning a checkpoint costs as the cluster grows: Milepost beside torch.distributed.checkpoint (DCP).
 
-Jobs of 64 to 16,384 ranks and 1,000 tensors: FSDP (one axis cuts), HSDP (one axis copies, one cuts) and 3-D (8 pipeline
-stages with keys of their own, each cut by data and tensor parallelism). Seconds are CPU seconds of one thread, medians over
-rounds in which all cases take turns; [min..max] is beside them. Nothing is kept from one measurement to the next.
+Jobs of 64 to 16,384 ranks and 1,000 tensors: FSDP (one axis shards), HSDP (one axis replicates, one shards) and 3-D (8
+pipeline stages with their own keys, each sharded by data and tensor parallelism). Seconds are CPU seconds of one
+thread. Each figure is the median over rounds, in which all cases take turns, with [min..max] beside it. No cache is
+kept from one measurement to the next. No tensor data is written.
 
-Milepost, one rank: `describe` of its state, then its plan and the list of entries that it writes. The coordinator: the same, and all
-that it does in the meetings of a real `milepost.save`. That save runs through the real protocol: the coordinator and two ranks of each
-group of equal ranks are threads, and the second of the two stands in for all others of its group. Every message is counted as
-often as it would be sent, when it is pinned to the board and again when it is read. (Checked against real threads for all ranks.)
-For later saves with the same plans the coordinator's figure is its meetings alone; that it describes its state again is not in it.
+Milepost, one rank: it describes its state, plans, and lists the entries that it writes. The coordinator also
+does its part in the meetings of a real `milepost.save`. That save runs the real protocol: the coordinator and two ranks
+of each group of equal ranks are threads, and the second of the two stands in for all other ranks of its group. Every
+message is counted as often as it would be sent, once when it is pinned to the board and once when it is read. (The
+count is checked against real threads for all ranks.) For later saves with the same plans the figure of the coordinator
+is its meetings alone, without describing its state again.
 
-DCP, rank 0: its own planner and its own records for a plain FSDP job, with no process group: unpickle the gathered plans,
-`create_global_plan` (dedup, metadata, validation), pickle what is scattered, unpickle the gathered results, make and pickle the
-metadata. Left out, to its advantage: making the local plans, the pickling for the last broadcast, and the network.
+DCP, rank 0: its own planner and its own records for a plain FSDP job, without a process group. It unpickles the
+gathered plans, runs `create_global_plan` (dedup, metadata, validation), pickles what is scattered, unpickles the
+gathered results, and makes and pickles the metadata. Left out, in DCP's favour: the local plans, the pickling for the
+last broadcast, and the network.
 """
 
 import argparse
@@ -61,9 +64,9 @@ def in_new_process(action: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def measure(sizes: Sizes) -> Results:
-    """All rounds; the cases of a round are in another order each time."""
+    """All rounds. The cases of each round run in a different order."""
     results, count = Results(sizes), sizes.tensors
-    # Not one number comes from these: they import and compile what is needed.
+    # Not measured: these two import and compile what the rest needs.
     measure_milepost(Job(PIPELINE, 64, 16), also_save=True)
     measure_manifest(64, 16)
 
@@ -115,11 +118,8 @@ def main() -> None:
     sizes = TINY if arguments.tiny else QUICK if arguments.quick else FULL
     sizes = replace(sizes, rounds=arguments.rounds or sizes.rounds)
     print(__doc__.strip(), end="\n\n")
-    print(
-        f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs; {sizes.tensors} tensors, ",
-        end="",
-    )
-    print(f"rounds: {sizes.rounds}; {_load()}", end="\n\n", flush=True)
+    print(f"torch {torch.__version__}, Python {platform.python_version()}, {os.cpu_count()} CPUs", end="; ")
+    print(f"{sizes.tensors} tensors, rounds: {sizes.rounds}; {_load()}", end="\n\n", flush=True)
     torch.set_num_threads(1)
     began = time.monotonic()
     results = measure(sizes)
@@ -127,7 +127,7 @@ def main() -> None:
     print(milepost_table(results), comparison(results), messages_table(results), bars_table(rows), sep="\n\n")
     print(f"\n{time.monotonic() - began:.0f} s; {_load()}")
     if arguments.quick or arguments.tiny:
-        print("A quick run shows that all of it works; it is too short to judge by.")
+        print("A quick run only shows that everything works. It is too short to judge the figures.")
     if arguments.json:
         arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=1))
     if arguments.figure:

@@ -23,7 +23,7 @@ TIMEOUT_S = 300.0
 
 @dataclass(frozen=True, slots=True)
 class DcpSize:
-    """A job for DCP, and in how many of the rounds it takes part."""
+    """A job for DCP, and the number of rounds in which it is measured."""
 
     world: int
     tensors: int
@@ -48,7 +48,7 @@ FULL = Sizes(
     1000,
     rounds=5,
     save_rounds=2,
-    # A quarter of the tensors for 1,024 ranks: with all of them DCP would take longer than everything else together.
+    # A quarter of the tensors for 1,024 ranks: with all of them DCP takes longer than the rest of the benchmark.
     dcp=(DcpSize(64, 1000, 3), DcpSize(256, 1000, 1), DcpSize(1024, 250, 1)),
     real_worlds=(16, 64, 256, 1024),
     real_tensors=10,
@@ -62,7 +62,7 @@ TINY = Sizes((64, 1024), 48, 1, 1, (DcpSize(64, 48, 1),), (16,), 5)
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A kind of job: for each group of ranks with equal tensors, the names of these and their cut."""
+    """A kind of job: for each group of ranks with equal tensors, the names of these and their sharding."""
 
     kind: str
     world: int
@@ -70,11 +70,11 @@ class Job:
 
     @property
     def groups(self) -> dict[str, tuple[list[str], Grid]]:
-        """The keys and the cut of the sharded tensors, by group of ranks."""
+        """The keys and the sharding of the tensors, by group of ranks."""
         return _groups(self)
 
     def state(self, rank: int, tiny: bool) -> dict[str, Any]:
-        """What a rank passes to `save`. Tiny tensors have one element on each rank; others have no memory of their own."""
+        """What a rank passes to `save`. Tiny tensors have one element on each rank; the others take no memory."""
         keys, grid = next(group for members, group in self.groups.items() if rank in unpack_ranks(members))
         shape = _smallest(grid) if tiny else SHAPE
         local = torch.zeros(1).expand(grid.local_shape(shape, rank))
@@ -109,7 +109,7 @@ def _groups(job: Job) -> dict[str, tuple[list[str], Grid]]:
 
 @lru_cache
 def terms_of(job: Job) -> bytes:
-    """What the coordinator tells the ranks of this job."""
+    """What the coordinator sends to the ranks of this job."""
     return msgspec.json.encode(simulate_save(job.world, job.rows()).terms)
 
 

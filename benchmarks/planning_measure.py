@@ -1,4 +1,4 @@
-"""What one plan, save and manifest of a job cost: Milepost by its real protocol, DCP by its own planner."""
+"""What one plan, save and manifest of a job cost: Milepost with its real protocol, DCP with its own planner."""
 
 import gc
 import pickle
@@ -32,7 +32,7 @@ from milepost.testing import simulate_save
 
 @dataclass(slots=True)
 class Samples:
-    """What the rounds gave, by name."""
+    """The values of the rounds, by name."""
 
     values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
 
@@ -48,7 +48,7 @@ class Samples:
 
 
 def forget() -> None:
-    """Empty every cache of the planner, so that each measurement is a first one."""
+    """Empty every cache of the planner, so that each measurement starts cold."""
     for module in (box, layout, ranks):
         for thing in vars(module).values():
             if hasattr(thing, "cache_clear"):
@@ -57,7 +57,7 @@ def forget() -> None:
 
 
 def cpu_s(action: Callable[[], Any]) -> tuple[float, Any]:
-    """The CPU seconds of this thread, and what came out."""
+    """The CPU seconds of this thread, and the result."""
     start = time.thread_time()
     result = action()
     return time.thread_time() - start, result
@@ -68,7 +68,7 @@ def _status_bytes(name: str) -> int:
 
 
 def peak_bytes(action: Callable[[], Any]) -> tuple[int, Any]:
-    """The most memory that this process took beyond what it had before."""
+    """The growth of the peak memory of this process, and the result."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     before = _status_bytes("VmRSS")
@@ -86,7 +86,7 @@ STEPS = {
 
 
 class Crowd:
-    """A board for a job of which only some ranks run; each of the others is represented by one that has the same to say."""
+    """A board for a job of which only some ranks run. Each other rank is represented by one that sends the same."""
 
     def __init__(self, world: int, groups: Iterable[str]) -> None:
         self.board = MemoryBoard()
@@ -99,9 +99,9 @@ class Crowd:
         assert len(self.stands_for) == world
 
     def count_bytes(self, verb: str, name: str, note: bytes, times: int) -> None:
-        """Add a message, under the step that it belongs to."""
+        """Count a message under its step."""
         answer = name.endswith("/all")
-        step = STEPS[note[5:7] if answer else note[4:6]]  # the end of `Phase.wire`, which an answer has behind a sign
+        step = STEPS[note[5:7] if answer else note[4:6]]  # the end of `Phase.wire`; an answer has one byte before it
         what = "the coordinator's answer" if answer else "reports to the coordinator"
         with self._lock:
             self.sent[f"{step}: {what}, {verb}"] += len(note) * times
@@ -124,7 +124,7 @@ class Seat:
         for name, times in Counter(real).items():
             if (note := notes[name]) is not None:
                 self.crowd.count_bytes("read", name, note, times * self.crowd.weight[self.rank])
-        # Copies: the coordinator of a real job would get as many separate messages.
+        # Copies: the coordinator of a real job gets separate messages.
         return [None if (note := notes[name]) is None else bytes(bytearray(note)) for name in real]
 
     def _real(self, name: str) -> str:
@@ -139,7 +139,7 @@ class Seat:
 
 
 class CrowdedStore(MemoryStore):
-    """In which a file that one rank wrote is there for all that it stands for: before it commits, the coordinator looks for them."""
+    """Lists the file of a rank once for each rank that it represents: the commit looks for all of them."""
 
     def __init__(self, crowd: Crowd) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class CrowdedStore(MemoryStore):
 
 
 class TimedComm(BoardComm):
-    """Adds up the CPU seconds that a rank spends in meetings; waiting takes none."""
+    """Sums the CPU seconds that a rank spends in meetings. Waiting takes none."""
 
     cpu_s = 0.0
 
@@ -167,7 +167,7 @@ class TimedComm(BoardComm):
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What two saves by a crowd showed: bytes by step, and the coordinator's CPU seconds in meetings; first, then steady state."""
+    """Two saves by a crowd, first and steady state: bytes by step, and CPU seconds of the coordinator in meetings."""
 
     bytes_by_step: tuple[dict[str, int], dict[str, int]]
     lead_cpu_s: tuple[float, float]
@@ -202,7 +202,7 @@ def save_twice(job: Job) -> Saved:
 
 
 def in_threads(actions: dict[int, Callable[[], Any]]) -> None:
-    """Run each in a thread of its own; raise what the first of them raised."""
+    """Run each action in its own thread. Raises the first error."""
     errors: list[BaseException] = []
 
     def run(action: Callable[[], Any]) -> None:
@@ -236,7 +236,7 @@ def real_bytes(job: Job) -> tuple[int, int]:
 
 
 def plan_of_one_rank(job: Job) -> float:
-    """The CPU seconds that a rank in the middle plans for: describe, decode the terms, plan, list its entries."""
+    """CPU seconds of planning on a middle rank: describe, decode the terms, plan, list its entries."""
     rank = job.world // 2 + 1
     state, packed = job.state(rank, tiny=False), terms_of(job)
     comm = BoardComm(MemoryBoard(), rank, job.world, TIMEOUT_S)
@@ -268,7 +268,7 @@ def measure_milepost(job: Job, also_save: bool) -> dict[str, float]:
 
 
 def measure_manifest(world: int, tensors: int) -> dict[str, float]:
-    """The size of the manifest, opening it, and the load plan of one rank of three quarters as many."""
+    """The size of the manifest, opening it, and the load plan of a rank in a job of three quarters the size."""
     save = simulate_save(world, Job(FSDP, world, tensors).rows())
     sealed = seal(save.manifest)
     forget()
@@ -286,9 +286,9 @@ def measure_manifest(world: int, tensors: int) -> dict[str, float]:
 
 
 def lead_memory(world: int, tensors: int) -> int:
-    """The peak of a coordinator, in a process of its own. One other rank lives there too, so it is a little less."""
+    """The peak memory of a coordinator, in its own process. It shares that with one other rank, so its own is less."""
     job = Job(FSDP, world, tensors)
-    save_twice(Job(FSDP, 16, 2))  # whatever is imported late, is imported now
+    save_twice(Job(FSDP, 16, 2))  # does all late imports
     return peak_bytes(lambda: save_twice(job))[0]
 
 
@@ -296,7 +296,7 @@ def lead_memory(world: int, tensors: int) -> int:
 
 
 def measure_dcp(world: int, tensors: int) -> dict[str, float]:
-    """What rank 0 of an FSDP job does in DCP, and the load plan of one rank of three quarters as many."""
+    """What rank 0 of an FSDP job does in DCP, and the load plan of a rank in a job of three quarters the size."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.filesystem import _StorageInfo
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
@@ -354,7 +354,7 @@ def _chunk(rank: int, world: int) -> tuple[int, int]:
 
 
 def _dcp_plan(rank: int, world: int, tensors: int) -> Any:
-    """The local plan that DCP makes for DTensors with the placement Shard(0)."""
+    """The local plan that DCP makes for DTensors with placement Shard(0)."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 

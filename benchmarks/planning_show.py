@@ -28,7 +28,7 @@ def _below(name: str, value: float, unit: str, bar: float) -> Row:
 
 
 def rows_of(results: Results) -> list[Row]:
-    """Every number, with its bar where there is one."""
+    """Every figure, with its bar if it has one."""
     rows = []
     least, most = min(results.sizes.worlds), max(results.sizes.worlds)
     for (kind, world), samples in sorted(
@@ -126,7 +126,7 @@ def comparison(results: Results) -> str:
 
 
 def messages_table(results: Results) -> str:
-    """What each message takes in all, and the check of the count."""
+    """The bytes of each kind of message, and the check of the count."""
     lines = [
         [when, step, f"{size}"]
         for when, steps in zip(("first", "steady"), results.by_step, strict=True)
@@ -167,7 +167,7 @@ def draw(results: Results, file: Path) -> None:
         return [results.milepost[FSDP, world].median(what) for world in worlds]
 
     def dcp(what: str) -> list[float]:
-        # In proportion to the tensors where there were fewer; the title says so.
+        # Scaled up where there were fewer tensors; the title says so.
         return [results.dcp[size].median(what) * results.sizes.tensors / size.tensors for size in sizes]
 
     line(left, dcp_worlds, dcp("lead"), theirs, "-", "DCP: rank 0")

@@ -1,7 +1,7 @@
-"""The limit that contenders are measured against: bytes between page-aligned memory and one file, and nothing else.
+"""The limit for all contenders: bytes between page-aligned memory and one file, and nothing else.
 
-The memory need not be as long as the file: it is used again from its start. That is how a small pinned buffer stands in
-for the memory of a device.
+The memory may be shorter than the file: it is then used again from its start. So a small pinned buffer can stand in for
+the memory of a device.
 """
 
 import ctypes
@@ -14,8 +14,8 @@ from typing import Any
 
 PAGE_BYTES = 4096
 WRITE_BYTES = 1 << 20
-"""What a buffered write hands to the kernel at a time. Larger calls at round offsets get huge pages for the page cache, and in
-a virtual machine that gives free memory back to its host those took up to three times the CPU seconds."""
+"""The size of one buffered write. Larger calls at round offsets get huge pages in the page cache. In a virtual machine
+that returns free memory to its host, these took up to three times the CPU seconds."""
 
 READ_BYTES = 8 << 20
 DIRECT_BYTES, DIRECT_THREADS = 4 << 20, 4
@@ -24,20 +24,20 @@ _libc = ctypes.CDLL(None)
 
 
 def aligned(size_bytes: int) -> memoryview:
-    """New memory of whole pages, at least one, each of them written to."""
-    # Private: what is shared would be pages of a file in memory, which the kernel treats otherwise.
+    """New memory of whole pages, at least one. Every page has been touched."""
+    # Private: the kernel treats shared anonymous memory as pages of a file.
     memory = mmap.mmap(-1, max(1, padded(size_bytes)), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     ctypes.memset(ctypes.addressof(ctypes.c_char.from_buffer(memory)), 1, len(memory))
     return memoryview(memory)
 
 
 def padded(size_bytes: int) -> int:
-    """As many bytes in whole pages."""
+    """The size, rounded up to whole pages."""
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def write(path: Path, memory: memoryview, size_bytes: int, preallocate: bool = True) -> None:
-    """A file of `size_bytes` through the page cache, synced."""
+    """Write a file of `size_bytes` through the page cache, and sync it."""
     handle = os.open(path, os.O_CREAT | os.O_WRONLY, 0o666)
     try:
         if preallocate:
@@ -49,7 +49,7 @@ def write(path: Path, memory: memoryview, size_bytes: int, preallocate: bool = T
 
 
 def write_direct(path: Path, memory: memoryview, size_bytes: int) -> None:
-    """A file of `size_bytes`, in whole pages, past the page cache, by several threads, synced."""
+    """Write a file of `size_bytes`, in whole pages, by direct I/O with several threads, and sync it."""
     handle = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_DIRECT, 0o666)
     try:
         _preallocate(handle, size_bytes)
@@ -60,7 +60,7 @@ def write_direct(path: Path, memory: memoryview, size_bytes: int) -> None:
 
 
 def read(path: Path, memory: memoryview, size_bytes: int) -> None:
-    """`size_bytes` of a file through the page cache, straight into place, by one thread."""
+    """Read `size_bytes` of a file through the page cache, directly into place, with one thread."""
     handle = os.open(path, os.O_RDONLY)
     try:
         _transfer(os.preadv, handle, memory, size_bytes, READ_BYTES)
@@ -69,7 +69,7 @@ def read(path: Path, memory: memoryview, size_bytes: int) -> None:
 
 
 def read_direct(path: Path, memory: memoryview, size_bytes: int) -> None:
-    """`size_bytes` of a file, in whole pages, past the page cache, straight into place, by several threads."""
+    """Read `size_bytes` of a file, in whole pages, by direct I/O, directly into place, with several threads."""
     handle = os.open(path, os.O_RDONLY | os.O_DIRECT)
     try:
         _transfer(os.preadv, handle, memory, size_bytes, DIRECT_BYTES, DIRECT_THREADS)
@@ -78,7 +78,7 @@ def read_direct(path: Path, memory: memoryview, size_bytes: int) -> None:
 
 
 def direct_works_in(folder: Path, rank: int = 0, memory: memoryview | None = None) -> bool:
-    """Whether direct I/O can be used in this folder, from this memory if given. Several ranks may ask at once."""
+    """Whether direct I/O works in this folder, from this memory if given. Several ranks may call this at once."""
     probe = folder / f"probe-{rank}"
     try:
         write_direct(probe, memory or aligned(PAGE_BYTES), PAGE_BYTES)
@@ -90,14 +90,14 @@ def direct_works_in(folder: Path, rank: int = 0, memory: memoryview | None = Non
 
 
 def _preallocate(handle: int, size_bytes: int) -> None:
-    # Not posix_fallocate: where the file system has no such thing, that writes zeros. Here the answer does not matter.
+    # Not posix_fallocate: it writes zeros where the file system cannot preallocate. A failure does not matter here.
     _libc.fallocate(handle, 0, ctypes.c_long(0), ctypes.c_long(size_bytes))
 
 
 def _transfer(
     call: Callable[..., int], handle: int, memory: memoryview, size_bytes: int, piece_bytes: int, threads: int = 1
 ) -> None:
-    """Hand all pieces to pwritev or preadv. The memory holds whole pieces where it is shorter than the file."""
+    """Call pwritev or preadv for all pieces. Memory that is shorter than the file holds whole pieces."""
 
     def move(position: int) -> None:
         start, wanted = position % len(memory), min(piece_bytes, size_bytes - position)

@@ -1,4 +1,4 @@
-"""What the benchmarks show: rows with bars, tables, and the machine they ran on."""
+"""What the benchmarks show: rows with bars, and tables."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ MOST_PEAK_MIB = 512
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One result. `bar` says what it should be ("<= 1.15"); it and `ok` are None where nothing was promised."""
+    """One result. `bar` says what it should be ("<= 1.15"). It and `ok` are None where there is no bar."""
 
     name: str
     value: float
@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Bars:
-    """What a case should reach: at most so many times raw's time, at least so many times as fast as others, and so on."""
+    """The bars of a case: limits for time over raw, and for speed over other contenders, and so on."""
 
     most_of_raw: float | None = None
     most_of_raw_unverified: float | None = None
@@ -52,7 +52,7 @@ def below(name: str, value: float, unit: str, bar: float | None) -> Row:
 
 
 def rows_of(case: Case, bars: Bars) -> list[Row]:
-    """The results of a case, those that can have a bar first."""
+    """The results of a case; rows that can have a bar come first."""
     return [*_beside_raw(case, bars), *_beside_others(case, bars), *_checksums(case, bars), *_figures(case, bars)]
 
 
@@ -69,7 +69,7 @@ def _beside_others(case: Case, bars: Bars) -> Iterator[Row]:
 
 
 def _checksums(case: Case, bars: Bars) -> Iterator[Row]:
-    """The part of the time that goes to checksums: what goes away when they are left out."""
+    """The share of the time that checksums take: what is saved by leaving them out."""
     for without in (UNVERIFIED, UNSUMMED):
         if ratio := case.ratio(without, (MILEPOST,)):
             name = f"{case.name}: checksums, share of the time"
@@ -92,7 +92,7 @@ def _figures(case: Case, bars: Bars) -> Iterator[Row]:
 
 
 def worst_peak(rows: list[Row]) -> Row:
-    """The row of the case in which Milepost took most memory, under a name of its own."""
+    """A row for the case in which Milepost took the most memory."""
     worst = max((row for row in rows if row.unit == "MiB"), key=lambda row: row.value)
     return at_most(
         f"memory beyond the state, worst of all ({worst.name.split(':')[0]})", worst.value, "MiB", MOST_PEAK_MIB
@@ -140,7 +140,7 @@ def bars_table(rows: list[Row]) -> str:
 
 
 def format_table(heads: list[str], lines: list[list[str]]) -> str:
-    """A table of text: the first two columns to the left, the rest to the right."""
+    """A text table: the first two columns are left-aligned, the rest right-aligned."""
     widths = [max(len(line[i]) for line in [heads, *lines]) for i in range(len(heads))]
     heads_and_lines = [heads, ["-" * width for width in widths], *lines]
     return "\n".join("  ".join(_cells(line, widths)).rstrip() for line in heads_and_lines)
@@ -156,7 +156,7 @@ def write_rows(file: Path, rows: Iterable[Row]) -> None:
     file.write_text(json.dumps([asdict(row) for row in rows], indent=1))
 
 
-# The machine, and what people ask for
+# Arguments
 
 
 def positive(text: str) -> int:

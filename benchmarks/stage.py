@@ -1,4 +1,4 @@
-"""One set of ranks at work: they join, measure saves and loads of states, and leave. Runs in the ranks."""
+"""One set of ranks: they join, measure saves and loads of states, and leave. Runs in the ranks."""
 
 import os
 import time
@@ -17,10 +17,10 @@ _RENDEZVOUS_S = 120.0
 
 
 class Stage:
-    """The meter of a rank, and the mesh where there are several of them."""
+    """The meter of a rank, and the mesh if there are several ranks."""
 
     def __init__(self, rank: int, world: int, folder: Path, rounds: int) -> None:
-        warnings.simplefilter("ignore")  # DCP's, about being used without a process group
+        warnings.simplefilter("ignore")  # DCP warns about a missing process group
         self.folder = folder
         self.mesh = _join(rank, world, folder) if world > 1 else None
         self.meter = Meter(rank, world, rounds, self._barrier)
@@ -36,7 +36,7 @@ class Stage:
     def saves(
         self, name: str, state: State, folder: Path, formats: Iterable[Format], others: dict[str, Planned] | None = None
     ) -> None:
-        """Measure every saver of these formats, and `others` beside them, in a folder that is gone afterwards."""
+        """Measure every saver of these formats, and `others`, in a folder that is removed afterwards."""
         saved = folder / "saved"
         runs = {who: self._save(call, state, saved) for form in formats for who, call in form.savers.items()}
         self.meter.case(name, state.size_bytes, runs | (others or {}))
@@ -52,7 +52,7 @@ class Stage:
         return Planned(lambda: call(state, folder), prepare)
 
     def keep(self, state: State, kept: Path, formats: dict[str, Format]) -> None:
-        """Leave files of each of these formats in a folder below `kept`, under its name."""
+        """Write files of each of these formats into a folder of its name below `kept`."""
         for name, form in formats.items():
             self._fresh(kept / name)
             self.meter.barrier()
@@ -63,9 +63,9 @@ class Stage:
         self, name: str, state: State, kept: Path, formats: dict[str, Format], *, cold: bool = False,
         finish: Callable[[], Any] = lambda: None, others: dict[str, Planned] | None = None,
     ) -> None:  # fmt: skip
-        """Measure every loader of these formats on what `keep` left, and `others` beside them.
+        """Measure every loader of these formats on what `keep` left, and `others`.
 
-        `finish` waits for a device, inside the time that counts.
+        `finish` waits for a device. Its time counts.
         """
         runs = {
             who: self._load(who, call, state, kept / place, cold, finish)
@@ -87,7 +87,7 @@ class Stage:
         return Planned(action, prepare, after_first=lambda: state.check(who))
 
     def find(self, folder: Path, size_bytes: int, cold: bool) -> None:
-        """Let a load of `size_bytes` by this rank find the files of a folder as it should, and memory as everybody does."""
+        """Make the files of a folder warm or cold for a load of `size_bytes` by this rank, and recycle pages."""
         if cold:
             self.meter.chill(folder)
         else:
@@ -101,7 +101,7 @@ class Stage:
             folder.mkdir(parents=True)
 
     def done(self, *finished: Path) -> list[Measured]:
-        """Delete what nobody needs any more, leave the process group, and give the results."""
+        """Delete the finished folders, leave the process group, and return the results."""
         self.meter.barrier()
         for folder in finished:
             self.meter.delete(folder)
@@ -111,7 +111,7 @@ class Stage:
 
 
 def _join(rank: int, world: int, folder: Path) -> DeviceMesh:
-    """Join the gloo group of this stage: rank 0 serves a store on a free loopback port and leaves its number in a file."""
+    """Join the gloo group of this stage. Rank 0 serves a store on a free loopback port, and a file has the port."""
     note, deadline = folder / "port", time.monotonic() + _RENDEZVOUS_S
     limit = timedelta(seconds=_RENDEZVOUS_S)
     if rank == 0:
@@ -121,7 +121,7 @@ def _join(rank: int, world: int, folder: Path) -> DeviceMesh:
     else:
         while not note.exists():
             if time.monotonic() > deadline:
-                raise TimeoutError("rank 0 did not come")
+                raise TimeoutError("rank 0 did not join")
             time.sleep(0.02)
         store = dist.TCPStore("127.0.0.1", int(note.read_text()), world, is_master=False, timeout=limit)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(minutes=10))

@@ -1,8 +1,9 @@
 """A transformer in training, for async_save.py: real steps on a state of a given size, timed one by one.
 
-Parameters are fp32 with fused AdamW, 12 bytes for each: 13 GB are 1.08 billion. On a GPU the forward pass is bf16 (autocast).
-A CPU would take longer than 200 ms for a step of a large model, so there at most 200 MB of the state are in training, and the
-rest are tables of embeddings that are only looked up. The number of tokens is found by trying: a step takes 50 to 200 ms.
+Parameters are fp32 with fused AdamW, 12 bytes each: 13 GB are 1.08 billion. On a GPU the forward pass is bf16
+(autocast). On a CPU a step of a large model would take longer than 200 ms. There, at most 200 MB of the state are in
+training, and the rest are embedding tables that are only looked up. The number of tokens is chosen so that a step takes
+50 to 200 ms.
 """
 
 import statistics
@@ -17,12 +18,12 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn import functional
 
-BYTES_OF_A_PARAMETER = 12  # itself and two moments
+BYTES_OF_A_PARAMETER = 12  # the parameter and two moments
 TRAINED_BYTES_ON_CPU = 200_000_000
 TABLE_BYTES = 64 << 20
 HEAD = 64
 SEQUENCE = 512
-LEAST_STEP_S = 0.06  # a step that is shorter gets twice the tokens, which leaves it well below 200 ms
+LEAST_STEP_S = 0.06  # a shorter step gets twice the tokens, which keeps it well below 200 ms
 MOST_TOKENS = 1 << 17
 TRIES = 2
 PACE_LEAST_STEPS = 3
@@ -38,12 +39,12 @@ def dimensions(size_bytes: int) -> tuple[int, int, int]:
     parameters = size_bytes / BYTES_OF_A_PARAMETER
     width = max(HEAD, min(2048, int((parameters / 50) ** 0.5) // HEAD * HEAD))
     layers = max(1, int((parameters - 2 * width * width) // (12 * width * width)))
-    vocabulary = max(HEAD, round((parameters - 12 * layers * width * width) / width))  # takes up the rest
+    vocabulary = max(HEAD, round((parameters - 12 * layers * width * width) / width))  # takes the rest
     return width, layers, vocabulary
 
 
 class Layer(nn.Module):
-    """Attention to what came before, and two linear maps."""
+    """Causal attention and two linear maps."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -62,7 +63,7 @@ class Layer(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder whose embedding is also its output, with tables beside it that are not trained."""
+    """A decoder with tied embedding and output, and additional tables that are not trained."""
 
     def __init__(self, width: int, layers: int, vocabulary: int, frozen_bytes: int) -> None:
         super().__init__()
@@ -74,7 +75,7 @@ class Decoder(nn.Module):
         self.norm = nn.LayerNorm(width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """How badly each next token is foretold."""
+        """The loss of predicting each next token."""
         x = self.embedding(tokens[:, :-1])
         for table in self.tables:
             x = x + table(tokens[:, :-1] % table.num_embeddings)
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
 
 
 class Training:
-    """A model, its optimizer, and `state`: what a checkpoint of the two holds. Updates change the tensors of it in place."""
+    """A model, its optimizer, and `state`: what a checkpoint of both holds. Updates change its tensors in place."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         self.device = device
@@ -103,7 +104,7 @@ class Training:
         self.size_bytes = sum(tensor.nbytes for tensor in self.tensors)
 
     def calibrate(self) -> float:
-        """Choose the number of tokens, and give the seconds that a step takes with it."""
+        """Choose the number of tokens, and return the seconds of a step with it."""
         count = 8
         while True:
             self._tokens = self._random_tokens(count)
@@ -117,13 +118,13 @@ class Training:
         return torch.randint(self._vocabulary, shape, device=self.device)
 
     def step(self, before_update: Callable[[], Any] | None = None) -> float:
-        """Forward, backward and update; gives the seconds until the device has done it.
+        """Forward, backward and update. Returns the seconds until the device is done.
 
-        `before_update` is called where the state is about to change. Waits for the stream of the training alone: copies that
-        somebody makes on another one are no part of a step.
+        `before_update` is called just before the state changes. Waits only for the stream of the training: copies on
+        other streams are not part of a step.
         """
         start = time.monotonic()
-        # Zeroed rather than freed: pages for new gradients would make steps on a CPU uneven.
+        # Zeroed, not freed: allocating pages for new gradients would make the times of steps on a CPU vary.
         self.optimizer.zero_grad(set_to_none=False)
         with torch.autocast(self.device, torch.bfloat16, enabled=self.device != "cpu"):
             loss = self.model(self._tokens)
@@ -136,7 +137,7 @@ class Training:
         return time.monotonic() - start
 
     def pace(self, seconds: float) -> list[float]:
-        """Steps for about so many seconds, after one that does not count."""
+        """The times of steps for about `seconds`, after one that does not count."""
         self.step()
         steps: list[float] = []
         while sum(steps) < seconds or len(steps) < PACE_LEAST_STEPS:
@@ -147,8 +148,8 @@ class Training:
 class Limit:
     """Copies of all bytes of the state to warm host memory (pinned, for a device), and nothing else.
 
-    The memory is one buffer of at most 1 GiB, used again from its start. A CPU may use two threads, if that is faster. Each is
-    the fastest of a few: what somebody else on the machine took from it is no part of a limit.
+    The memory is one buffer of at most 1 GiB, used again from its start. A CPU uses two threads where that is faster.
+    Each figure is the fastest of a few tries, since a limit must not include the load of other processes.
     """
 
     def __init__(self, training: Training) -> None:
@@ -161,7 +162,7 @@ class Limit:
         self._device = torch.empty(size, dtype=torch.uint8, device=training.device) if self._on_device else None
 
     def to_host_s(self) -> float:
-        """Seconds for all bytes, the way that is faster."""
+        """Seconds for all bytes, with one or two threads, whichever is faster."""
         ways = (1,) if self._on_device else (1, COPY_THREADS)
         return min(self._copies_s(self._host, threads) for threads in ways for _ in range(COPY_TRIES))
 
@@ -172,7 +173,7 @@ class Limit:
         return min(self._copies_s(self._device, 1) for _ in range(COPY_TRIES))
 
     def _copies_s(self, buffer: torch.Tensor, threads: int) -> float:
-        """By so many threads, each with a part of the buffer."""
+        """Seconds with `threads` threads, each with a part of the buffer."""
         room = len(buffer) // threads // PAGE_BYTES * PAGE_BYTES
         shares = [(buffer[i * room : (i + 1) * room], self._pieces[i::threads]) for i in range(threads)]
         others = [threading.Thread(target=_copy, args=share) for share in shares[1:]]
@@ -197,7 +198,7 @@ def _copy(buffer: torch.Tensor, pieces: list[torch.Tensor]) -> None:
 
 
 class Witness:
-    """The last matrix of the model and a moment of it, as they were at one time."""
+    """Copies of the last matrix of the model and of its moment, made at one time."""
 
     def __init__(self, training: Training) -> None:
         self._key = [key for key, weight in training.state["model"].items() if weight.dim() > 1][-1]
@@ -205,8 +206,8 @@ class Witness:
         self._then = [training.state["model"][self._key].clone(), moments["exp_avg"].clone()]
 
     def check(self, load: Callable[[dict[str, Any], Path], None], where: Path) -> None:
-        """Raise AssertionError unless the checkpoint holds what was there then."""
+        """Raise AssertionError unless the checkpoint holds these values."""
         weight, moment = (torch.empty_like(tensor) for tensor in self._then)
         load({"model": {self._key: weight}, "optimizer": {"state": {self._key: {"exp_avg": moment}}}}, where)
         if not all(map(torch.equal, (weight, moment), self._then)):
-            raise AssertionError(f"the checkpoint holds another {self._key} than there was when it was asked for")
+            raise AssertionError(f"the checkpoint holds another {self._key} than the state had at the call")

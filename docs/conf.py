@@ -1,4 +1,4 @@
-"""Sphinx reads this; `./scripts/docs` builds the site. docs/decisions/0010-docs-site.md says why it is built this way."""
+"""The configuration of Sphinx. `./scripts/docs` builds the site; docs/decisions/0010-docs-site.md says why this way."""
 
 import sys
 from pathlib import Path

@@ -31,7 +31,7 @@ WATCHED = (
     *(box, hash_flood, layout, manifest, private_record, ranks, shardfile, spans, strict_int, tiling, tree, values),
     *(archive, content, dcp, dcp_metadata, pickle_machine, pickles, recognise, virtual),
 )
-"""The modules that turn bytes into something."""
+"""The modules that decode bytes."""
 EVIL = (
     None,
     True,
@@ -56,7 +56,7 @@ EVIL = (
 )
 LETTERS = "0123456789,-.:/ aAF="
 Slot = tuple[Any, Any]
-"""A dict or list, and a key or index of it."""
+"""A dict or list, and one of its keys or indices."""
 
 
 def change_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
@@ -69,25 +69,25 @@ def change_bytes(rng: random.Random, data: bytes, other: bytes) -> bytes:
 
 
 def change_json(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Some nodes of the tree replaced by odd ones or by others, removed, doubled or renamed; or some bytes changed."""
+    """Some nodes of the tree replaced, removed, doubled or renamed; or some bytes changed."""
     slots = _slots(data) if rng.random() < 0.8 else []
     if not slots:
         return change_bytes(rng, data, other)
     donors = slots if other == data else _slots(other) or slots
     tree = slots[0][0]
     for _ in range(rng.choice((1, 1, 2, 3))):
-        with suppress(LookupError):  # a change before this one removed it
+        with suppress(LookupError):  # an earlier change removed it
             _change_node(rng, tree, slots, donors)
     return json.dumps(tree[0]).encode()
 
 
 def _slots(data: bytes) -> list[Slot]:
-    """Every place of the tree, the root's first; none where the data are no JSON."""
+    """Every place of the tree, the root first; none if the data is not JSON."""
     try:
         slots: list[Slot] = [([json.loads(data)], 0)]
     except (ValueError, RecursionError):
         return []
-    for node, key in slots:  # grows meanwhile
+    for node, key in slots:  # grows during the loop
         inner = node[key]
         if isinstance(inner, dict):
             slots += [(inner, name) for name in inner]
@@ -118,7 +118,7 @@ def _change_node(rng: random.Random, tree: list[Any], slots: list[Slot], donors:
 
 @cache
 def words() -> tuple[str, ...]:
-    """The words that the decoders' own code knows, of which many mean something in an input."""
+    """The words in the code of the decoders: many of them have a meaning in an input."""
     found: dict[str, None] = {}
     pending: list[Any] = [compile(inspect.getsource(module), module.__name__, "exec") for module in WATCHED]
     while pending:

@@ -1,7 +1,7 @@
 """Damage and foreign files: rows 13 to 16 of the table of faults.
 
-Every fault is made on the files of a real save on disk, in Milepost's format and in DCP's, and the whole is loaded. Seeds
-are fixed. Each row takes the `load` to be tried, so that the tests can show that a worse one is noticed.
+Every fault is made in the files of a real save on disk, in Milepost's format and in DCP's, and then everything is
+loaded. Seeds are fixed. Each row takes the `load` to try, so that the tests can show that a worse one is noticed.
 """
 
 import json
@@ -28,12 +28,12 @@ from milepost.core.layout import Cut, Grid, Mesh
 from milepost.testing import run_ranks
 
 FILES = 4
-"""So many ranks save with Milepost, one file each; DCP writes as many files from one rank, which it reads alike."""
+"""The number of ranks that save with Milepost, one file each. DCP writes as many files from one rank."""
 SHAPE = (128, 64)
 GRID = Grid(Mesh.of((FILES,), range(FILES)), (Cut(0),))
 PAGE_BYTES = 4096
 SPARE_BYTES = 4 << 30
-"""What DCP may take while it reads damaged metadata: a flipped bit in a pickle can ask for any amount of memory."""
+"""The memory that DCP may take while it reads damaged metadata: a flipped bit in a pickle can ask for any amount."""
 REFUSALS = (
     milepost.CheckpointDamaged,
     milepost.UnsafeCheckpoint,
@@ -44,7 +44,7 @@ REFUSALS = (
 State = dict[str, Any]
 Load = Callable[[State, Path], Any]
 Change = dict[str, bytes | None]
-"""The files that are changed, with what stands there then; None: nothing."""
+"""New contents by file name; None removes the file."""
 
 
 def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
@@ -59,14 +59,14 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 
 
 def state_of(step: int) -> State:
-    """Tensors of random bits, and other ones for each step."""
+    """Tensors of random bits, different for each step."""
     random_bits = torch.Generator().manual_seed(step)
     make = partial(torch.randint, -(2**31), 2**31, SHAPE, dtype=torch.int32, generator=random_bits)
     return {f"weight{i}": make().view(torch.float32) for i in range(FILES)}
 
 
 def blank(state: Any) -> Any:
-    """The same with zeros for all tensors and numbers: to load into."""
+    """The same state with zeros for all tensors and numbers, to load into."""
     if isinstance(state, dict):
         return {key: blank(value) for key, value in state.items()}
     if isinstance(state, list):
@@ -75,7 +75,7 @@ def blank(state: Any) -> Any:
 
 
 def is_same(one: Any, other: Any) -> bool:
-    """Whether both hold the same: tensors bit by bit, NaN or not."""
+    """Whether both hold the same. Tensors are compared bit by bit, NaN included."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(is_same(one[key], other[key]) for key in one)
     if isinstance(one, list) and isinstance(other, list):
@@ -87,7 +87,7 @@ def is_same(one: Any, other: Any) -> bool:
 
 
 def save_milepost(state: State, folder: Path) -> None:
-    """Save with one rank for each file; every tensor is cut over all of them."""
+    """Save with one rank for each file; every tensor is sharded over all of them."""
 
     def part(value: Any, rank: int) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -109,7 +109,7 @@ def save_dcp(state: State, folder: Path) -> None:
 
 
 def load_dcp(target: State, folder: Path) -> None:
-    """Load with DCP: quietly, for it logs whole tracebacks, and in bounded memory."""
+    """Load with DCP, in bounded memory and without its log, which has whole tracebacks."""
     logged, (limit, most) = logging.root.manager.disable, resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     logging.disable()
@@ -124,7 +124,7 @@ def load_dcp(target: State, folder: Path) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """A checkpoint on disk, whose files are changed and put back."""
+    """A checkpoint on disk whose files are changed and restored."""
 
     root: Path
     save: Callable[[State, Path], None]
@@ -153,7 +153,7 @@ class Copy:
         return name
 
     def data_range(self, name: str) -> range:
-        """Where data is: in our files between header and table, in DCP's anywhere."""
+        """Where the data is: between header and table in Milepost's files, anywhere in DCP's."""
         raw = self.whole[name]
         if not name.endswith(".safetensors"):
             return range(len(raw))
@@ -163,7 +163,7 @@ class Copy:
 
     @contextmanager
     def changed(self, change: Change) -> Iterator[None]:
-        """The files are so, and afterwards as they were saved."""
+        """Apply a change inside the block, and restore the files after it."""
         self._write(change)
         try:
             yield
@@ -180,7 +180,7 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A change, the names that verifying must report (loading: one of them), and the state that the index stands for."""
+    """A change, the files that verifying must report (loading: one of them), and the state that the index describes."""
 
     change: Change
     names: frozenset[str]
@@ -191,7 +191,7 @@ class Fault:
 
 
 def ending_in_milepost(root: Path, fault: Fault, load: Load) -> str:
-    """Detected is what makes loading raise and name the file, and what verifying reports, too."""
+    """Detected: loading raises and names the file, and verifying reports it too."""
     target = blank(fault.state)
     try:
         load(target, root)
@@ -210,13 +210,13 @@ def ending_in_milepost(root: Path, fault: Fault, load: Load) -> str:
 
 
 def verify(root: Path) -> None:
-    """Read and check every byte, and raise all that is found."""
+    """Read and check every byte. Raises everything that it found."""
     with milepost.open(root) as checkpoint:
         checkpoint.verify().raise_if_damaged()
 
 
 def ending_in_dcp(root: Path, fault: Fault) -> str:
-    """Detected is what raises any error."""
+    """Detected: loading raises any error."""
     target = blank(fault.state)
     try:
         load_dcp(target, root)
@@ -226,7 +226,7 @@ def ending_in_dcp(root: Path, fault: Fault) -> str:
 
 
 def count(copy: Copy, faults: Iterable[Fault], ending: Callable[[Path, Fault], str]) -> Tally:
-    """Make the faults one by one, and count how they end."""
+    """Make the faults one by one, and count the endings."""
     counting = Counting()
     for fault in faults:
         assert any(copy.whole[name] != data for name, data in fault.change.items()), "no fault was made"
@@ -239,7 +239,7 @@ Faults = Callable[[Copy, State], Iterable[Fault]]
 
 
 def both(folder: Path, state: State, faults: Faults, load: Load) -> tuple[Tally, Tally]:
-    """The same kind of faults in a checkpoint of Milepost and in one of DCP."""
+    """The same kind of fault in a checkpoint of Milepost and in one of DCP."""
     ours, theirs = Copy.of(save_milepost, state, folder / "milepost"), Copy.of(save_dcp, state, folder / "dcp")
     return (
         count(ours, faults(ours, state), partial(ending_in_milepost, load=load)),
@@ -284,7 +284,7 @@ def index_bits(full: bool, folder: Path, load: Load = milepost.load) -> FaultRow
 
 
 def flipped(copy: Copy, name: str, position: int, rng: random.Random, state: State) -> Fault:
-    """One bit of a file is another."""
+    """Flip one bit of a file."""
     raw = bytearray(copy.whole[name])
     raw[position] ^= 1 << rng.randrange(8)
     return Fault({name: bytes(raw)}, frozenset({name}), state)
@@ -306,30 +306,30 @@ def broken_files(full: bool, folder: Path, load: Load = milepost.load) -> FaultR
                 yield Fault({name: make(copy.whole[name], rng)}, frozenset({name}), state)
         groups = [group for size in (1, 2) for group in combinations(names, size)]
         for group in groups[:lost]:
-            # Without its manifest there is no checkpoint, and only the place can be named.
+            # Without a manifest there is no checkpoint, and the error can only name the folder.
             named = frozenset({str(copy.root)} if copy.index in group else group)
             yield Fault(dict.fromkeys(group), named, state)
 
     ours, theirs = both(folder, {**state_of(1), "step": 1}, faults, load)
-    how = "a page zeroed (120), a file cut (120), with more behind it (120), or one or two files lost (10)"
-    note = "Where the manifest is lost, the error names the folder: there is no checkpoint in it."
+    how = "a page zeroed (120), a file cut (120) or extended (120), or one or two files lost (10)"
+    note = "Without a manifest there is no checkpoint, and the error names the folder."
     return FaultRow(15, "a block zeroed; a file cut, grown or lost", how, ours, frozenset({"detected"}), theirs, note)
 
 
 def zeroed(raw: bytes, rng: random.Random) -> bytes:
-    """With zeros for one page, as a lost write leaves it."""
+    """One page of zeros, as a lost write leaves it."""
     start = rng.randrange(0, len(raw), PAGE_BYTES)
     stop = min(start + PAGE_BYTES, len(raw))
     return raw[:start] + bytes(stop - start) + raw[stop:]
 
 
 def cut(raw: bytes, rng: random.Random) -> bytes:
-    """Shorter, by a little or by much."""
+    """A shorter file, by a little or by much."""
     return raw[: rng.choice([rng.randrange(len(raw)), len(raw) - rng.randint(1, 16)])]
 
 
 def grown(raw: bytes, rng: random.Random) -> bytes:
-    """Longer, by zeros, spaces or anything."""
+    """A longer file, by zeros, spaces or random bytes."""
     more = rng.choice([1, 8, rng.randint(1, 64), PAGE_BYTES])
     return raw + rng.choice([bytes(more), b" " * more, rng.randbytes(more)])
 
@@ -342,8 +342,8 @@ def foreign_files(full: bool, folder: Path, load: Load = milepost.load) -> Fault
     del full
     ours, theirs = both(folder, state_of(1), misplaced, load)
     how = (
-        "files of two ranks swapped, or one in the place of another; files, all files or the index of another step of "
-        "equal layout; its data under this step's header and table (DCP: files of one rank, which it reads alike)"
+        "files of two ranks swapped, or one replaced by another; one file, all files or the index of another step of "
+        "equal layout; its data under this step's header and table (DCP: files of one rank)"
     )
     return FaultRow(16, "files of another rank or step", how, ours, frozenset({"detected"}), theirs)
 
@@ -352,7 +352,7 @@ def misplaced(copy: Copy, state: State) -> Iterator[Fault]:
     """Every file in every wrong place."""
     other, whole, names = copy.other(state_of(2)), copy.whole, copy.data
     foreign = {name: other.whole[there] for name, there in zip(names, other.data, strict=True)}
-    assert len({len(data) for data in [*foreign.values(), *map(whole.__getitem__, names)]}) == 1, "sizes tell"
+    assert len({len(data) for data in [*foreign.values(), *map(whole.__getitem__, names)]}) == 1, "sizes differ"
     changes: list[Change] = [{one: whole[two], two: whole[one]} for one, two in combinations(names, 2)]
     changes += [{one: whole[two]} for one, two in permutations(names, 2)]
     changes += [{name: data} for name, data in foreign.items()] + [{**foreign}]
@@ -361,10 +361,10 @@ def misplaced(copy: Copy, state: State) -> Iterator[Fault]:
         if len(inside) < len(data):
             changes.append({name: splice(whole[name], inside, data)})
     yield from (Fault(change, frozenset(change), state) for change in changes)
-    # This index names the data of its own save, which is not here.
+    # This index names the data of its own save, which is missing here.
     yield Fault({copy.index: other.whole[other.index]}, frozenset(other.data), state_of(2))
 
 
 def splice(raw: bytes, inside: range, data: bytes) -> bytes:
-    """A file with a part from another."""
+    """A file with a part of another file."""
     return raw[: inside.start] + data[inside.start : inside.stop] + raw[inside.stop :]

@@ -1,4 +1,4 @@
-"""The decoders that row 20 of the table of faults gives changed bytes to, and inputs that are right. The same in every run."""
+"""The decoders of row 20 of the table of faults, and valid inputs for them. The inputs are the same in every run."""
 
 import io
 import json
@@ -41,7 +41,7 @@ DIGITS, DATE = re.compile(rb"[0-9a-f]{16}"), re.compile(rb"[0-9-]{10}T[0-9:]{8}"
 
 @dataclass(frozen=True, slots=True)
 class Decoder:
-    """A decoder: valid inputs, how one is changed, what it may raise, and whether what it made of an input is sound."""
+    """A decoder: valid inputs, how they are changed, what it may raise, and a check of what it accepts."""
 
     percent: int
     seeds: list[bytes]
@@ -53,7 +53,7 @@ class Decoder:
 
 @cache
 def decoders() -> dict[str, Decoder]:
-    """Everything that turns bytes of a checkpoint into something, with inputs that are right."""
+    """Everything that decodes bytes of a checkpoint, with valid inputs."""
     codec = Codec(forge.KNOWN_TYPES)
     sealings, heads, records = manifest_seeds(), header_seeds(), private_seeds()
     spelled = [msgspec.json.encode(codec.encode(value, "x")) for value in VALUES]
@@ -98,17 +98,17 @@ def decoders() -> dict[str, Decoder]:
 
 
 def sealed(body: bytes) -> bytes:
-    """A manifest with a checksum that fits."""
+    """A manifest with a matching checksum."""
     return body + b',\n"checksum": "%s"\n}\n' % xxhash.xxh3_64(body).hexdigest().encode()
 
 
 def change_sealed(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Another manifest, with a checksum that fits."""
+    """A changed manifest with a matching checksum."""
     return sealed(change_json(rng, data[:-SEAL_BYTES] + b"}", other[:-SEAL_BYTES] + b"}")[:-1])
 
 
 def manifest_seeds() -> list[bytes]:
-    """A manifest as Milepost writes it, and one with everything that there is."""
+    """A manifest as Milepost writes it, and one with every kind of entry."""
     files = forge.good_files()
     good = steady(next(data for name, data in files.items() if name.startswith("manifest"))[:-SEAL_BYTES])
     record = json.loads(good + b"}")
@@ -130,22 +130,22 @@ def manifest_seeds() -> list[bytes]:
 
 
 def steady(data: bytes) -> bytes:
-    """The same without what is another in every run: checksums, the name of the save, and the date."""
+    """The same without what differs in every run: checksums, the name of the save, and the date."""
     return DATE.sub(b"2026-01-01T00:00:00", DIGITS.sub(b"0123456789abcdef", data))
 
 
 def change_header(rng: random.Random, data: bytes, other: bytes) -> bytes:
-    """Another header, which says how long it is."""
+    """A changed header, with its length."""
     return with_length(change_json(rng, data[8:], other[8:]))
 
 
 def with_length(text: bytes) -> bytes:
-    """A header that says how long it is."""
+    """A header, with its length."""
     return struct.pack("<Q", len(text)) + text
 
 
 def decode_header(data: bytes) -> shardfile.Header:
-    """What a header says, in a file as long as it says; for every 8th length of it, in another file."""
+    """Decode a header, in a file of the length that it implies; for every 8th length, in a file of another length."""
     ends = re.findall(rb"\[ *[0-9]+, *([0-9]{1,9}) *\]", data)
     behind = int(ends[-1]) if ends and len(data) % 8 else 4096
     return shardfile.read_header(data, len(data) + behind, forge.BLOCK_BYTES)
@@ -173,7 +173,7 @@ def private_seeds() -> list[bytes]:
 
 
 class Pair(NamedTuple):
-    """For a value."""
+    """A namedtuple, as a value."""
 
     a: int
     b: str
@@ -202,12 +202,12 @@ VALUES = (
 
 
 def one_record(data: bytes) -> Any:
-    """What stands for an archive whose only record is this pickle."""
+    """Stands in for an archive whose only record is this pickle."""
     return SimpleNamespace(prefix="x/", records={"x/data.pkl": SimpleNamespace(crc=0)}, read=lambda _: data)
 
 
 def torch_pickles() -> list[bytes]:
-    """Pickles as torch writes them, and one that names nothing."""
+    """Pickles as torch writes them, and one without names."""
     kinds = [defaultdict(list), 1j, bytearray(b"a"), np.float32(1.5), torch.Size([2]), torch.device("cpu"), torch.int8]
     tensors = {"p": torch.nn.Parameter(torch.zeros(2, 3).T), "c": torch.zeros(2, dtype=torch.complex64).conj()}
     tensors["u"] = torch.zeros(3, dtype=torch.uint16)
@@ -232,12 +232,12 @@ def dcp_files() -> dict[str, bytes]:
         dcp.save({"a": {"b": torch.zeros(4, 3), "c": [torch.zeros(2)]}, "d": 7}, checkpoint_id=folder)
         files = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     metadata = pickle.loads(files[".metadata"])
-    metadata.storage_meta = StorageMeta(checkpoint_id="x", save_id="y")  # else another in every run
+    metadata.storage_meta = StorageMeta(checkpoint_id="x", save_id="y")  # otherwise different in every run
     return files | {".metadata": pickle.dumps(metadata, 4)}
 
 
 def recognised(metadata: bytes) -> manifests.Manifest:
-    """What DCP's metadata say, with the data of `dcp_files`."""
+    """Decode DCP's metadata, with the data of `dcp_files`."""
     store = milepost.store.MemoryStore()
     store.objects.update(dcp_files() | {".metadata": metadata})
     found = recognise(store)

@@ -1,17 +1,18 @@
-"""Fuzzed bytes for every decoder, guided by what they reach. Row 20 of the table of faults.
+"""Fuzzed bytes for every decoder, guided by coverage. Row 20 of the table of faults.
 
-Valid inputs are changed (`changes.py`) and given to a decoder (`decoders.py`). Every input is followed through
-the decoders' own Python code (`sys.settrace`): an arc is a step from one line to another, a path is the set of arcs of one
-input. An input that is accepted becomes the parent of its path, unless one of fewer generations is; one that is refused
-becomes a parent if it reached a new arc. Parents are changed further, and parts of them go into others.
+Valid inputs are changed (`changes.py`) and given to a decoder (`decoders.py`). Every input is traced through the Python
+code of the decoders (`sys.settrace`). An arc is a step from one line to another, and a path is the set of arcs of one
+input. An accepted input becomes the parent of its path, unless an input of fewer generations already is. A refused
+input becomes a parent if it reached a new arc. Parents are changed further, and parts of them go into other inputs.
 
-Refused inputs with nothing but a new path are no parents: decoders stop at the first thing that is wrong, and changes to
-those were measured to reach less than changes to valid ones. What C code does (msgspec, numpy) is not seen. Guided or not,
-nearly the same lines are reached; guided, about twice as many paths, and faults that only several changes make.
+Refused inputs with only a new path do not become parents. Decoders stop at the first error, and measurements show that
+changes to such inputs reach less than changes to valid ones. C code (msgspec, numpy) is not traced. Guided and unguided
+runs reach nearly the same lines. Guided runs reach about twice as many paths, and faults that need several changes.
 
-An input may be refused with an error that the decoder documents; what is accepted is checked (`sound.py`).
-Seeded: one seed makes the same inputs in the same order, as long as Python's hashes are the same (`PYTHONHASHSEED=0`).
-`python -m faults.fuzz 20000` shows what so many inputs reach, guided and not.
+An input may be refused with an error that the decoder documents. Accepted inputs are checked (`sound.py`). One seed
+makes the same inputs in the same order, as long as Python's hashes are the same (`PYTHONHASHSEED=0`).
+
+`python -m faults.fuzz 20000` shows what 20,000 inputs reach, guided and not.
 """
 
 import inspect
@@ -35,17 +36,17 @@ CACHES = tuple(
     for function in vars(module).values()
     if hasattr(function, "cache_parameters") and function.cache_parameters()["maxsize"]
 )
-"""What remembers inputs. It forgets before each, so that a path depends on nothing but the input."""
+"""Caches that are cleared before each input, so that a path depends only on the input."""
 Arc = tuple[str, int, int]
 """A step from one line of a file to another; -1 stands for the caller."""
 MOST_GROWTH = 4
 FROM_REFUSED, FROM_ACCEPTED, SPLICED = 0.1, 0.5, 0.3
-"""How often a parent was refused, or accepted (else it is a valid input), and how often two are mixed."""
+"""The chances that a parent is a refused or an accepted input (else a valid one), and that two are mixed."""
 
 
 @dataclass
 class Fuzzed:
-    """How inputs ended, what those looked like that ended badly, and which arcs and how many paths were reached."""
+    """How inputs ended, the inputs that ended badly, the arcs that were reached, and the number of paths."""
 
     ended: Counter[str] = field(default_factory=Counter)
     bad: list[str] = field(default_factory=list)
@@ -53,7 +54,7 @@ class Fuzzed:
     paths: int = 0
 
     def add(self, other: "Fuzzed") -> None:
-        """Count those of another run too; the paths of different runs are taken for different."""
+        """Add the counts of another run. Paths of different runs count as different."""
         self.ended.update(other.ended)
         self.bad += other.bad
         self.arcs |= other.arcs
@@ -61,7 +62,7 @@ class Fuzzed:
 
 
 def fuzz_all(job: tuple[int, int, bool]) -> Fuzzed:
-    """So many inputs for all decoders, made from this seed, guided or not."""
+    """Fuzz all decoders with `count` inputs, made from this seed, guided or not."""
     seed, count, guided = job
     total = Fuzzed()
     for name, decoder in decoders().items():
@@ -72,11 +73,11 @@ def fuzz_all(job: tuple[int, int, bool]) -> Fuzzed:
 
 
 def fuzz(decoder: Decoder, count: int, rng: random.Random, guided: bool = True, files: Iterable[str] = FILES) -> Fuzzed:
-    """The same for one decoder. Not guided: only valid inputs are changed, and arcs are counted all the same."""
+    """The same for one decoder. Unguided runs change only valid inputs; arcs are counted all the same."""
     guide, done = Guide(decoder.seeds, files, guided), Fuzzed()
     most = MOST_GROWTH * max(map(len, decoder.seeds))
     for seed in decoder.seeds:
-        with suppress(Exception):  # what is made once in a process is made here, not on the path of the first input
+        with suppress(Exception):  # one-time work is done here, not on the path of the first input
             decoder.decode(seed)
     for _ in range(count):
         origin = guide.parent(rng)
@@ -94,7 +95,7 @@ def fuzz(decoder: Decoder, count: int, rng: random.Random, guided: bool = True, 
 
 
 def ending_of(decoder: Decoder, data: bytes, guide: "Guide") -> str:
-    """How an input ended, followed by the guide."""
+    """How an input ended. The guide traces it."""
     try:
         found = guide.follow(decoder.decode, data)
     except decoder.errors:
@@ -103,19 +104,19 @@ def ending_of(decoder: Decoder, data: bytes, guide: "Guide") -> str:
         return f"crash ({type(error).__name__})"
     try:
         return ACCEPTED if decoder.sound(data, found) else WRONG
-    except Exception as error:  # what our own code then refuses to write or to read again
+    except Exception as error:  # accepted, but Milepost cannot write it or read it again
         return f"{WRONG} ({type(error).__name__}): {error}"
 
 
 class Parent(NamedTuple):
-    """An input, and how many changes ago it was a valid one of ours."""
+    """An input, and the number of changes since it was a valid one."""
 
     data: bytes
     generation: int
 
 
 class Guide:
-    """Knows what inputs have reached, and which of them are worth changing further."""
+    """Records what inputs have reached, and keeps those that are worth changing further."""
 
     def __init__(self, seeds: list[bytes], files: Iterable[str], keeps: bool) -> None:
         self.seeds, self.files, self.keeps = [Parent(seed, 0) for seed in seeds], frozenset(files), keeps
@@ -136,7 +137,7 @@ class Guide:
         return rng.choice(self.seeds)
 
     def follow(self, decode: Callable[[bytes], Any], data: bytes) -> Any:
-        """What the decoder makes of an input, or raises; each step from line to line in our files is noted."""
+        """Decode an input; return or raise what the decoder does. Each step between lines of Milepost is recorded."""
         for function in CACHES:
             function.cache_clear()
         self._here = set()
@@ -164,7 +165,7 @@ class Guide:
         return step
 
     def learn(self, data: bytes, origin: Parent, accepted: bool) -> None:
-        """Note what the input reached that was followed last, and keep it if it is worth changing further."""
+        """Record what the last input reached, and keep that input if it is worth changing further."""
         child = Parent(data, origin.generation + 1)
         path = hash(frozenset(self._here))
         new_arc = not self._here <= self.arcs
@@ -178,7 +179,7 @@ class Guide:
             self._places[path] = len(self.accepted)
             self.accepted.append(child)
         elif child.generation <= self.accepted[self._places[path]].generation:
-            # The newest, so that they take turns; but those of many generations have lost what others may need.
+            # The newest, so that parents take turns. Inputs of many generations have lost parts that others need.
             self.accepted[self._places[path]] = child
 
 
@@ -186,7 +187,7 @@ class Guide:
 
 
 def lines_of(arcs: set[Arc]) -> tuple[int, int]:
-    """How many lines were reached, and how many there are in the functions that were entered."""
+    """The number of lines reached, and the number of lines in the functions that were entered."""
     reached = {(name, line) for name, _, line in arcs}
     there: set[tuple[str, int]] = set()
     for module in WATCHED:
@@ -208,7 +209,7 @@ def functions(code: CodeType) -> Iterator[CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from functions(constant)
-            if constant.co_flags & inspect.CO_OPTIMIZED:  # no class
+            if constant.co_flags & inspect.CO_OPTIMIZED:  # not a class
                 yield constant
 
 

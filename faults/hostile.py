@@ -1,13 +1,13 @@
 """Hostile checkpoints, resource bombs and fuzzed bytes: rows 17, 19 and 20 of the table of faults.
 
-17  The corpus in attacks/, in one process under an audit hook and with a canary file; and the ways by which DCP and
-    `torch.load` execute what a checkpoint says, each in a process of its own, with the same input given to Milepost.
-19  Checkpoints that claim far more than they hold, each read in a process of its own that may map 1 GiB more than it has
-    once torch is imported (RLIMIT_AS; torch alone maps more than 1 GiB). CPU seconds are of opening and reading only.
-20  Inputs of seven decoders, made from valid ones by changes to their JSON, opcodes and bytes; most of the manifests are
-    sealed again. Seeded, and guided by the lines of our code that each input reaches (`fuzz.py` says how).
+17  The corpus in attacks/, in one process under an audit hook and with a canary file; and the ways in which DCP and
+    `torch.load` execute what a checkpoint says, each in its own process, with the same input given to Milepost.
+19  Checkpoints that claim far more than they hold. Each is read in its own process, which may map 1 GiB more than it
+    has after importing torch (RLIMIT_AS; torch alone maps more than 1 GiB). CPU seconds are for opening and reading.
+20  Inputs of seven decoders: valid inputs with changes to their JSON, opcodes and bytes. Most manifests are sealed
+    again. Seeded, and guided by the lines of Milepost that each input reaches (`fuzz.py` says how).
 
-Everything runs in forks of one child that has imported torch, so that a crash is an ending like any other.
+Everything runs in forks of one child that has imported torch, so a crash is an ending like any other.
 """
 
 import json
@@ -48,7 +48,7 @@ FULL_INPUTS, QUICK_INPUTS, COMPARED_INPUTS = 1_000_000, 5_000, 50_000
 FORKS = multiprocessing.get_context("fork")
 MORE_FORBIDDEN = ("socket.connect", "socket.bind", "os.fork", "os.spawn", "pty.spawn", "ctypes.dlopen")
 Group = tuple[int, str, dict[str, int], str]
-"""Row, whose, how trials ended, and a note."""
+"""The row, the library, how trials ended, and a note."""
 
 
 def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
@@ -72,16 +72,16 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
         note = "; ".join(notes[number])
         return FaultRow(number, fault, how, mine, frozenset(good), other if other.trials else None, note)
 
-    how = "attacks/ under an audit hook and with a canary; DCP's ways to execute, one process each"
+    how = "attacks/ under an audit hook and with a canary; DCP's ways to execute code, one process each"
     yield row(17, "hostile manifest, header, value, DCP metadata, torch file", how, (REFUSED, READ))
     keys = "10^6 keys, " if full else ""
     how = f"2^45 elements, headers of 1 GB, nesting 10^5, {keys}also in zip and pickle; 1 GiB of memory and 1 s of CPU"
     yield row(19, "resource bombs", how, (REFUSED, READ))
-    how = "changes to JSON, opcodes and bytes of valid inputs of seven decoders; every input is traced, and one that takes a "
-    how += (
-        "new step between lines of our code, or is accepted on a new path, is changed further and mixed with others; "
+    how = (
+        "changes to JSON, opcodes and bytes of valid inputs of seven decoders. Every input is traced. An input that "
+        "takes a new step between lines of Milepost, or is accepted on a new path, is changed further and mixed with "
+        "others. C code is not traced. Seeded"
     )
-    how += "C code is not seen; seeded"
     yield row(20, "fuzzed input", how, (REFUSED, ACCEPTED))
 
 
@@ -97,7 +97,7 @@ def main(full: bool, folder: Path) -> None:
 
 
 def in_a_fork(work: Callable[[], Any], limit_s: float = GIVE_UP_S) -> Any:
-    """What `work` gives in a process of its own; "no end ..." or "died ..." where it gives nothing."""
+    """What `work` returns, run in its own process; "no end ..." or "died ..." if it returns nothing."""
     reader, writer = FORKS.Pipe(duplex=False)
     process = FORKS.Process(target=lambda: writer.send(work()))
     process.start()
@@ -113,19 +113,19 @@ def in_a_fork(work: Callable[[], Any], limit_s: float = GIVE_UP_S) -> Any:
 
 
 def ending_of(use: Callable[[], Any]) -> str:
-    """How a use ended: read, refused by us, out of memory, or with another exception."""
+    """How a use ended: read, refused by Milepost, out of memory, or with another exception."""
     try:
         use()
     except milepost.CheckpointError:
         return REFUSED
-    except (Exception, dcp.api.CheckpointException) as error:  # DCP's own is a BaseException
+    except (Exception, dcp.api.CheckpointException) as error:  # DCP raises a BaseException
         memory = isinstance(error, MemoryError) or "allocate memory" in str(error)
         return "tried to allocate it" if memory else type(error).__name__
     return READ
 
 
 def read_all(path: Path) -> None:
-    """Everything that a checkpoint holds: the checkpoint decides how much that is."""
+    """Read everything that a checkpoint claims to hold."""
     with milepost.open(path, types=forge.KNOWN_TYPES) as ckpt:
         repr(ckpt.metadata)
         ckpt.state()
@@ -135,7 +135,7 @@ def read_all(path: Path) -> None:
 
 
 class Strict(run.Watch):
-    """Also sees files outside of the checkpoint's place that are opened for writing."""
+    """Also sees files outside the checkpoint that are opened for writing."""
 
     def notice(self, event: str, args: tuple[Any, ...]) -> None:
         """Called by Python for everything that can be audited."""
@@ -176,7 +176,7 @@ def corpus_endings(names: list[str], folder: Path) -> dict[str, str]:
 
 
 def corpus_ending(report: dict[str, Any]) -> str:
-    """What an attack came to, the worst first."""
+    """How an attack ended; the worst outcome counts."""
     if report["seen"]:
         events = ("open", "os.scandir", "os.listdir", "os.remove", "os.rename", "os.link", "something")
         return "outside touched" if all(seen.startswith(events) for seen in report["seen"]) else EXECUTED
@@ -188,7 +188,7 @@ def corpus_ending(report: dict[str, Any]) -> str:
 
 
 def way_ending(make: Callable[[Path], Any], use: Callable[[Path], Any], path: Path) -> str:
-    """Make a hostile checkpoint, read it, and see whether the canary came to life."""
+    """Make a hostile checkpoint, read it, and check whether the canary appeared."""
     path.parent.mkdir()
     make(path)
     assert not canary(path).exists(), "the maker ran its own payload"
@@ -218,7 +218,7 @@ def _load(path: Path, **more: Any) -> None:
 
 def _convert(path: Path) -> None:
     if path.is_dir():
-        dcp.FileSystemReader(path).read_metadata()  # the first that converting does; it hides why this failed
+        dcp.FileSystemReader(path).read_metadata()  # the first step of a conversion, which hides why it failed
     convert = format_utils.dcp_to_torch_save if path.is_dir() else format_utils.torch_save_to_dcp
     convert(path, path.with_suffix(".converted"))
 
@@ -250,7 +250,7 @@ KEYS, PREFIX = 1_000_000, "model.layers.0."
 BOMBS = re.compile(
     r"2_to_the_45|100000_deep|depth_100000|nested_|bytes?_of_holes|exabyte|4_gib|laughs|absurd_s|million_c"
 )
-"""Those of attacks/ that claim or nest. Those of torch and DCP are given to DCP too."""
+"""The attacks that claim sizes or nest. DCP gets those on its own and on torch's format too."""
 
 
 QUICK_BOMBS = re.compile(
@@ -259,7 +259,7 @@ QUICK_BOMBS = re.compile(
 
 
 def bombs(full: bool, folder: Path) -> Iterator[Group]:
-    """Each is made in one process and read in another, which is limited."""
+    """Make each bomb in one process, and read it in another one that has limits."""
     names = BOMBS if full else QUICK_BOMBS
     makers = {attack.name: attack.make for attack in corpus.ATTACKS if names.search(attack.name)}
     makers |= {"header_of_1_gb": _header_of_1_gb, "safetensors_header_of_1_gb": _safetensors_header_of_1_gb}
@@ -276,7 +276,7 @@ def bombs(full: bool, folder: Path) -> Iterator[Group]:
 
 
 def bomb_ending(name: str, who: str, found: Any) -> tuple[dict[str, int], str]:
-    """How reading a bomb ended, as a count of one, and a note on what took more than half of what it may."""
+    """How reading a bomb ended, as a count of one, and a note if it took more than half of a limit."""
     if not isinstance(found, tuple):
         return {found: 1}, f"{name} ({who}): {found}"
     ending, cpu_s, grown = found
@@ -286,7 +286,7 @@ def bomb_ending(name: str, who: str, found: Any) -> tuple[dict[str, int], str]:
 
 
 def measured(read: Callable[[Path], Any], path: Path) -> tuple[str, float, int]:
-    """How reading ended, with the CPU seconds and the memory that it took, in a process that may have little."""
+    """How reading ended in a process with limits, with the CPU seconds and the memory that it took."""
     status = Path("/proc/self/status").read_text
     before = int(status().split("VmRSS:")[1].split()[0])
     most = int(status().split("VmSize:")[1].split()[0]) * 1024 + MOST_BYTES
@@ -308,7 +308,7 @@ def _safetensors_header_of_1_gb(path: Path) -> None:
 
 
 def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
-    """A million keys with one prefix, in each place where keys stand; something is wrong with the last."""
+    """A million keys with one prefix, in each place that has keys; the last one is invalid."""
 
     def manifest(field: str, line: str, *first: Any) -> Callable[[Path], None]:
         def make(path: Path) -> None:
@@ -347,7 +347,7 @@ def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
     yield "values_10_to_the_6", manifest("values", '{"key":"' + PREFIX + '%d","value":0}')
     alike = {
         "dict": [[i * (2**61 - 1), 0] for i in range(1, 100_001)]
-    }  # integers of one hash: dicts are slow with them
+    }  # integers with equal hashes, which make dicts slow
     yield "value_of_keys_alike", lambda path: forge.forge_manifest(path, lambda record: forge.add_value(record, alike))
     yield "header_10_to_the_6", header
     yield "safetensors_header_10_to_the_6", safetensors
@@ -360,7 +360,7 @@ def _millions() -> Iterator[tuple[str, Callable[[Path], None]]]:
 
 
 def fuzzing(full: bool) -> Iterator[Group]:
-    """All decoders, in two processes if there is much to do; then also what as many inputs reach guided and not guided."""
+    """All decoders, in two processes for a full run; then also what a guided and an unguided run reach."""
     count, jobs = (FULL_INPUTS, 2) if full else (QUICK_INPUTS, 1)
     total = Fuzzed()
     with FORKS.Pool(jobs, maxtasksperchild=1) as pool:

@@ -1,7 +1,8 @@
-"""Faults by SIGKILL, and by others at the same place: what is there afterwards, beside what torch's DCP leaves.
+"""Faults by SIGKILL, and by other jobs at the same place: what is there afterwards, for Milepost and for DCP.
 
-Every trial has ranks of its own, forked by a server that has torch, and none of them outlives it. They save states whose
-every element is the number of the save, and say what they begin and end: so whatever is found can be told from a mixture.
+Every trial has its own ranks, forked by a server that has imported torch. None of them outlives the trial. Each rank
+saves states in which every element is the number of the save, and reports each save that it begins and ends. So a
+mixture of two saves can be detected.
 """
 
 import ctypes
@@ -39,15 +40,15 @@ WORLD = 4
 TENSORS, ELEMENTS = 8, 16 << 10
 START_S = 60.0
 SPAN_S = 0.15
-"""A kill comes at a random moment of this, in which there are several saves."""
+"""A kill comes at a random moment of this span, in which there are several saves."""
 DEADLINE_S = 2.0
 HANG_S = 2 * DEADLINE_S + 2.0
-"""Who has not ended by then hangs: whoever waits for a coordinator that is gone waits for twice the deadline."""
-# The compiler too: the first DTensor imports it, which takes each rank seconds.
+"""A rank that has not ended by then hangs. Waiting for a dead coordinator takes up to twice the deadline."""
+# The compiler too: the first DTensor imports it, which would take each rank seconds.
 PRELOAD = ["milepost.api", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo"]
 ALL, EARLIER = "all whole", "earlier ones whole, the last recognised as unfinished"
 _DIE_WITH_PARENT = 1  # PR_SET_PDEATHSIG
-_QUIETLY = threading.Lock()  # what is done about warnings holds for all threads
+_QUIETLY = threading.Lock()  # filters for warnings apply to all threads
 _REPLACED = re.compile("replaced|removed|changes too fast")
 
 
@@ -67,14 +68,14 @@ class RankFailed(Exception):
 
 
 class Rank:
-    """What the work of a rank gets: who it is, and how it tells the trial."""
+    """What the work of a rank gets: its rank, and a way to report to the trial."""
 
     def __init__(self, rank: int, world: int, wire: Connection) -> None:
         self.rank, self.world, self._wire = rank, world, wire
         self.mesh: DeviceMesh | None = init_device_mesh("cpu", (world,)) if world > 1 else None
 
     def say(self, *words: Any) -> None:
-        """Tell the trial, at once: what is said is heard even if this process is killed right after."""
+        """Report to the trial at once: the report arrives even if this process is killed right after."""
         self._wire.send_bytes(pickle.dumps(words))
 
 
@@ -85,7 +86,7 @@ class Job:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.world = world
-        # The store lives here, as in a job with a launcher: it outlives any rank.
+        # The store lives in this process, as in a job with a launcher: it outlives any rank.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
         port = self._store.port if self._store else 0
         pipes = [context.Pipe(duplex=False) for _ in range(world)]
@@ -108,7 +109,7 @@ class Job:
             wire.close()
 
     def hear(self, rank: int, within_s: float) -> tuple[Any, ...] | None:
-        """The next that a rank says, ("died",) after the last; None if it is silent for so long."""
+        """The next report of a rank, ("died",) after the last one; None if it is silent until the timeout."""
         try:
             if not self._wires[rank].poll(max(within_s, 0.0)):
                 return None
@@ -119,7 +120,7 @@ class Job:
         return words
 
     def await_all(self, word: str, within_s: float = START_S) -> None:
-        """Return when every rank has said so. Raises RankFailed if one cannot any more."""
+        """Return when every rank has reported this word. Raises RankFailed if a rank ended before."""
         deadline = time.monotonic() + within_s
         for rank in range(self.world):
             while (words := self.hear(rank, deadline - time.monotonic())) is None or words[0] != word:
@@ -134,7 +135,7 @@ class Job:
         return None
 
     def kill(self, *ranks: int) -> None:
-        """SIGKILL for these (all), at once. What they had said is heard."""
+        """Send SIGKILL to these ranks (default: all) at once. Reports sent before are kept."""
         chosen = ranks or range(self.world)
         for rank in chosen:
             self.processes[rank].kill()
@@ -143,7 +144,7 @@ class Job:
             self.last_words(rank, 0.0)
 
     def newest(self, word: str) -> int:
-        """The highest number that a rank said with this word."""
+        """The highest number that a rank reported with this word."""
         return max((words[1] for said in self.said for words in said if words[0] == word), default=0)
 
 
@@ -163,11 +164,11 @@ def _run(rank: int, world: int, port: int, wire: Connection, work: Callable[...,
         here.say("returned")
     except BaseException as error:
         here.say("raised", type(error).__name__, str(error))
-    os._exit(0)  # others may have failed, so no collective goodbye
+    os._exit(0)  # other ranks may have failed, so there is no collective end
 
 
 def spread(work: Callable[..., Any], trials: list[tuple[Any, ...]], at_once: int) -> Iterator[tuple[Any, Any]]:
-    """Each trial with what `work(*trial)` gives, in order; so many run at once."""
+    """Each trial with the result of `work(*trial)`, in order. `at_once` trials run at a time."""
     with ThreadPoolExecutor(at_once) as pool:
         futures = [pool.submit(work, *trial) for trial in trials]
         try:
@@ -181,7 +182,7 @@ def spread(work: Callable[..., Any], trials: list[tuple[Any, ...]], at_once: int
 
 
 def state_of(rank: Rank, number: int) -> dict[str, Any]:
-    """Tensors of 64 KB whose every element is `number`; of several ranks, half of them are cut."""
+    """Tensors of 64 KB in which every element is `number`. On several ranks, half of them are sharded."""
     found: dict[str, Any] = {"n": number}
     for i in range(TENSORS):
         if rank.mesh is not None and i % 2:
@@ -207,12 +208,12 @@ def load_by_dcp(where: Path) -> dict[str, Any]:
 
 
 def look(load: Callable[[], dict[str, Any]]) -> int | str:
-    """The number that everything loaded has; or "mixed", "absent", "told that it was replaced", "unloadable"."""
+    """The number that every loaded element has; or "mixed", "absent", "reported as replaced", "unloadable"."""
     try:
         found = load()
     except (Exception, CheckpointException) as error:
         if isinstance(error, milepost.CheckpointError) and _REPLACED.search(str(error)):
-            return "told that it was replaced"
+            return "reported as replaced"
         return "absent" if isinstance(error, milepost.CheckpointNotFound) else "unloadable"
     tensors = [value for value in found.values() if isinstance(value, torch.Tensor)]
     whole = len(tensors) == TENSORS and all(bool((tensor == found["n"]).all()) for tensor in tensors)
@@ -227,7 +228,7 @@ def found_at(library: Library, where: Path) -> int | str:
 
 
 def old_or_new(library: Library, where: Path, ended: int, begun: int) -> str:
-    """How a place is after saves of which the last that are known to have ended and begun are these."""
+    """The state of a place after the saves up to `begun` began, and those up to `ended` ended."""
     found = found_at(library, where)
     if isinstance(found, str):
         return "unloadable" if found == "absent" else found
@@ -240,7 +241,7 @@ def old_or_new(library: Library, where: Path, ended: int, begun: int) -> str:
 
 
 def keep_saving(rank: Rank, library: Library, folder: Path, new_places: bool) -> None:
-    """Save ever newer states, to one place or each to its own, until killed."""
+    """Save new states until killed, all to one place or each to its own."""
     plans = milepost.Plans()
     for number in itertools.count(1):
         where = folder / str(number) if new_places else folder
@@ -249,14 +250,14 @@ def keep_saving(rank: Rank, library: Library, folder: Path, new_places: bool) ->
         if library == "dcp":
             dcp.save(state, checkpoint_id=str(where), no_dist=rank.world == 1)
         else:
-            # The first takes longer. Then in turn by what was agreed before, and anew.
+            # The first save takes longer. Later ones take turns: with kept plans, and without.
             known, timeout_s = plans if number % 4 < 2 else None, START_S if number == 1 else DEADLINE_S
             milepost.save(state, where, plans=known, timeout_s=timeout_s)
         rank.say("ended", number)
 
 
 def kill_all(library: Library, world: int, folder: Path, moment_s: float, new_places: bool) -> tuple[int, int]:
-    """Kill all ranks at some moment after the first save. Gives the newest save that ended, and that was begun."""
+    """Kill all ranks at some moment after the first save. Returns the newest save that ended, and that began."""
     with Job(world, keep_saving, library, folder, new_places) as job:
         job.await_all("ended")
         time.sleep(moment_s)
@@ -280,7 +281,7 @@ def kill_trials(
 
 
 def step_by_step(library: Library, folder: Path, ended: int, begun: int) -> str:
-    """How places of their own are: those of saves that ended, and the last, of one that did not."""
+    """The state of separate places: those of saves that ended, and the place of the last one."""
     if any(found_at(library, folder / str(number)) != number for number in range(1, ended + 1)):
         return "an earlier one lost"
     found = {found_at(library, folder / str(number)) for number in range(ended + 1, begun + 1)} - {"absent"}
@@ -303,13 +304,13 @@ def all_killed(full: bool, folder: Path, new_places: bool) -> FaultRow:
 
 
 def names(text: str, rank: int) -> bool:
-    """Whether an error names a rank, in our words or in DCP's."""
+    """Whether an error names a rank, in Milepost's words or in DCP's."""
     return re.search(rf"\branks?(?::dict_keys\(\[| )(?:[\d, -]*\b)?{rank}\b", text) is not None
 
 
 def kill_one(library: Library, victim: int, folder: Path, moment_s: float, lanes: threading.Semaphore) -> tuple:
-    """Kill one rank and let the others end. Gives what `kill_all` gives, and how the others ended."""
-    lanes.acquire()  # while ranks are busy; afterwards they wait, which any number can do at once
+    """Kill one rank and let the others end. Returns what `kill_all` returns, and how the others ended."""
+    lanes.acquire()  # only while ranks are busy: any number of jobs can wait at once
     with Job(WORLD, keep_saving, library, folder, False) as job:
         try:
             job.await_all("ended")
@@ -338,15 +339,16 @@ def one_rank_killed(full: bool, folder: Path) -> FaultRow:
         counting[library].add(f"{old_or_new(library, where, ended, begun)}, {others}")
         shutil.rmtree(where)
     good = frozenset({"old, others name the rank", "new, others name the rank"})
-    how = f"at a random moment of an overwrite; timeout_s={DEADLINE_S}; who has not ended after {HANG_S:.0f} s hangs"
-    return FaultRow(2, "one of 4 ranks killed", how, counting["milepost"].tally, good, counting["dcp"].tally)
+    how = f"at a random moment of an overwrite, with timeout_s={DEADLINE_S}"
+    note = f"A rank that still runs after {HANG_S:.0f} s hangs."
+    return FaultRow(2, "one of 4 ranks killed", how, counting["milepost"].tally, good, counting["dcp"].tally, note)
 
 
-# Others at the same place
+# Other jobs at the same place
 
 
 def save_at_once(rank: Rank, library: Library, folder: Path, rounds: int) -> None:
-    """As a job of its own: save to the place of each round, three times, at the same time as the others."""
+    """One job: save three times to the place of each round, at the same time as the other jobs."""
     for number in range(rounds):
         where = folder / str(number)
         dist.barrier()
@@ -365,7 +367,7 @@ def save_at_once(rank: Rank, library: Library, folder: Path, rounds: int) -> Non
 
 
 def round_ending(library: Library, where: Path, said: list[tuple[Any, ...]]) -> str:
-    """How one round ended, from what all writers said of it."""
+    """How one round ended, from the reports of all writers."""
     errors, saved = ([s for s in said if s[0] == word] for word in ("error", "saved"))
     found = found_at(library, where)
     if isinstance(found, str):

@@ -1,4 +1,4 @@
-"""Power cuts and full disks: file systems on a loop device that are shut down, a model of a disk, and no room left."""
+"""Power cuts and full disks: file systems on a loop device that are shut down, and a model of a disk."""
 
 import contextlib
 import fcntl
@@ -25,11 +25,11 @@ import milepost
 from faults.rows import Counting, FaultRow, Tally
 from milepost.testing import CountingStore, Crash, UnsyncedStore, run_ranks
 
-_SHUTDOWN, _NO_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN, FS_SHUTDOWN_FLAGS_NOLOGFLUSH: as if the power were gone
+_SHUTDOWN, _NO_FLUSH = 0x8004587D, 2  # FS_IOC_SHUTDOWN, FS_SHUTDOWN_FLAGS_NOLOGFLUSH: like a power cut
 _SEED = 20240917
-_ERRORS = (Exception, CheckpointException)  # DCP's own is none
+_ERRORS = (Exception, CheckpointException)  # DCP's own is not an Exception
 MIB = 1 << 20
-_LEAST_XFS_BYTES = 320 * MIB  # most of it is a hole
+_LEAST_XFS_BYTES = 320 * MIB  # a sparse file
 
 
 def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
@@ -43,7 +43,7 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Without DCP's warnings of having no process group, and ours of what cannot be removed from a disk that is gone."""
+    """Without DCP's warnings about the process group, and Milepost's about files on a disk that is gone."""
     log = logging.getLogger("milepost")
     level = log.level
     try:
@@ -55,24 +55,24 @@ def _quietly() -> Iterator[None]:
         log.setLevel(level)
 
 
-# Who saves, and what is found later.
+# Savers, and what is found later.
 
 
 def state_of(number: int, size_bytes: int = 2 * MIB) -> dict[str, Any]:
-    """A state that says which save it is of in every element."""
+    """A state in which every element is the number of the save."""
     return {"a": torch.full((size_bytes // 8,), float(number)), "b": torch.full((size_bytes // 8,), number).int()}
 
 
 @dataclass(frozen=True, slots=True)
 class Saver:
-    """How one library saves, and which save it finds: 0 for none, -1 for values of several. Raises where it cannot load."""
+    """How one library saves, and which save it finds: 0 for none, -1 for a mixture. Raises if it cannot load."""
 
     name: str
     save: Callable[[dict[str, Any], Any], object]
     find: Callable[[Any], int]
 
     def ending(self, place: Path, old: int = 1, new: int = 2) -> str:
-        """What is found, in a word."""
+        """The name of what is found."""
         try:
             found = self.find(place)
         except _ERRORS:
@@ -81,7 +81,7 @@ class Saver:
 
 
 def _number_in(state: dict[str, Any]) -> int:
-    """The save that all elements are of, or -1."""
+    """The save that all elements belong to, or -1."""
     values = {float(value) for tensor in state.values() for value in (tensor.min(), tensor.max())}
     return int(values.pop()) if len(values) == 1 else -1
 
@@ -110,7 +110,7 @@ def _find_dcp(place: Path) -> int:
 
 
 def _save_on_ranks(state: dict[str, Any], place: Any) -> milepost.LoadReport:
-    """As four ranks: each holds a quarter of the first tensor, and all hold the second."""
+    """Save on four ranks: each holds a quarter of the first tensor, and all hold the second."""
 
     def work(comm: Any) -> milepost.LoadReport:
         quarter = len(state["a"]) // 4
@@ -130,7 +130,7 @@ DCP = Saver("DCP", _save_dcp, _find_dcp)
 
 
 class NotHere(Exception):
-    """This machine cannot do it; the message says why."""
+    """This machine cannot run the trial; the message says why."""
 
 
 def _command(*words: str) -> None:
@@ -143,7 +143,7 @@ def _command(*words: str) -> None:
 
 
 class Disk:
-    """A small file system of its own, on a loop device or in memory, at `path`. Gone when the `with` ends."""
+    """A small file system on a loop device or in memory, mounted at `path` until the `with` block ends."""
 
     def __init__(self, folder: Path, kind: str, size_bytes: int) -> None:
         self._home, self._kind, self._size = folder / f"on-{kind}", kind, size_bytes
@@ -170,7 +170,7 @@ class Disk:
             try:
                 self._unmount()
             except NotHere:
-                _command("umount", "--lazy", str(self.path))  # the loop device goes with its last open file
+                _command("umount", "--lazy", str(self.path))  # the loop device is freed with its last open file
         shutil.rmtree(self._home)
 
     def _mount(self) -> None:
@@ -183,16 +183,16 @@ class Disk:
         for wait_s in (0.01, 0.05, 0.2, 1.0):
             with contextlib.suppress(NotHere):
                 return _command("umount", str(self.path))
-            gc.collect()  # errors that were raised may hold open files
+            gc.collect()  # exceptions may hold open files
             time.sleep(wait_s)
         return _command("umount", str(self.path))
 
     def sync(self) -> None:
-        """Let everything reach the disk."""
+        """Flush everything to the disk."""
         _command("sync", "-f", str(self.path))
 
     def cut_power(self) -> None:
-        """From here on nothing reaches the disk, and what waits in memory is lost."""
+        """Shut the file system down: nothing reaches the disk any more, and dirty pages are lost."""
         handle = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.ioctl(handle, _SHUTDOWN, struct.pack("I", _NO_FLUSH))
@@ -205,7 +205,7 @@ class Disk:
         self._mount()
 
     def allow_files(self, more: int) -> None:
-        """Let a file system in memory hold this many files and folders more; 0 for any number."""
+        """Limit a file system in memory to this many more files and folders; 0 for no limit."""
         used = os.statvfs(self.path)
         limit = used.f_files - used.f_ffree + more if more else MIB
         _command("mount", "-o", f"remount,size={self._size},nr_inodes={limit}", str(self.path))
@@ -215,14 +215,12 @@ class Disk:
 
 
 def _power_rows(kind: str, full: bool, folder: Path) -> Iterator[FaultRow]:
-    how = (
-        f"a loop device with {kind}, shut down without flushing, mounted again; the disk itself keeps what it was given"
-    )
+    how = f"a loop device with {kind}, shut down without flushing and mounted again; the disk itself loses nothing"
     after_trials, during_trials = (40, 100) if full else (4, 4)
     tallies = [Tally({})] * 4
     notes = [
-        "every second trial overwrites, with equal shapes: DCP's new data then loads by the old metadata",
-        "every second trial of Milepost is of 4 ranks. Where `save` had returned, the old one counts as lost",
+        "every second trial overwrites, with equal shapes: DCP's old metadata then loads the new data",
+        "every second trial of Milepost has 4 ranks. If `save` had returned, the old checkpoint counts as lost",
     ]
     with contextlib.ExitStack() as stack:
         try:
@@ -240,7 +238,7 @@ def _power_rows(kind: str, full: bool, folder: Path) -> Iterator[FaultRow]:
 
 
 def _cuts_after(disk: Disk, saver: Saver, trials: int) -> Tally:
-    """Every second trial overwrites; the old one reached the disk before."""
+    """Every second trial overwrites a checkpoint that had reached the disk."""
     counting = Counting()
     for trial in range(trials):
         place = disk.path / f"after-{saver.name}-{trial}"
@@ -278,7 +276,7 @@ def _cuts_during(disk: Disk, savers: list[Saver], trials: int) -> Tally:
 
 
 def _seconds(saver: Saver, place: Path) -> float:
-    """How long an overwrite takes."""
+    """The seconds that an overwrite takes."""
     saver.save(state_of(1, 8 * MIB), place)
     started = time.perf_counter()
     saver.save(state_of(1, 8 * MIB), place)
@@ -298,9 +296,9 @@ def _try_to_save(saver: Saver, place: Path, returned: threading.Event) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A save: its number, where the journal stood when it began and ended, and the generation that it committed, if it did.
+    """A save: its number, the journal positions of its begin and end, and the generation that it committed, if any.
 
-    `died` may have committed or not.
+    A save that died may have committed or not.
     """
 
     number: int
@@ -311,7 +309,7 @@ class Attempt:
 
 
 class History:
-    """Saves into one store, and what may be found after a power cut at any moment of them."""
+    """Saves into one store, and what may be found after a power cut at any moment."""
 
     def __init__(self, store: UnsyncedStore | None = None, saves: int = 0) -> None:
         self.store, self.attempts = store or UnsyncedStore(), list[Attempt]()
@@ -319,7 +317,7 @@ class History:
             self.save(number)
 
     def save(self, number: int, through: Any = None, save: Callable[..., milepost.Receipt] = milepost.save) -> None:
-        """Save, and note how that went."""
+        """Save, and record the outcome."""
         began, generation, died = len(self.store.journal), 0, False
         try:
             generation = save(state_of(number, 4096), through or self.store).generation
@@ -330,7 +328,7 @@ class History:
         self.attempts.append(Attempt(number, began, len(self.store.journal), generation, died))
 
     def ending(self, at: int, found: Any) -> str:
-        """What a power cut behind operation `at` left, in a word."""
+        """The name of what a power cut after operation `at` left."""
         done = [a for a in self.attempts if a.generation and a.ended <= at]
         last = max(done, key=lambda a: a.generation, default=Attempt(0, 0, 0))
         under_way = {a.number for a in self.attempts if a.began <= at < a.ended and a.generation > last.generation}
@@ -345,7 +343,7 @@ class History:
 
 
 def _histories() -> Iterator[History]:
-    """A first save and overwrites, with and without hard links; races; four ranks; a process that died before."""
+    """A first save and overwrites, with and without hard links; races; four ranks; an earlier process that died."""
     yield History(saves=4)
     yield History(UnsyncedStore(hard_links=False), saves=4)
     for moment in ("writer data/", "commit data/", "create manifest-00000002", "delete manifest-00000001"):
@@ -366,7 +364,7 @@ def _histories() -> Iterator[History]:
 
 
 class _Racing(CountingStore):
-    """Saves number 3 from elsewhere when a save comes to a call."""
+    """Makes save number 3 when another save reaches a given call."""
 
     def __init__(self, history: History, moment: str) -> None:
         super().__init__(history.store)
@@ -391,13 +389,15 @@ def _model_row(count: int) -> FaultRow:
                     known[key], repaired = _saved_again(found) or known[key], repaired + 1
             counting.add(known[key])
         distinct += len(known)
-    note = f"{distinct} of them distinct; in {repaired} the next save was tried, and swept what was left"
+    note = (
+        f"{distinct} of the states are distinct. In {repaired} of them the next save was tried, and removed leftovers"
+    )
     how = f"{len(histories)} histories of saves, races and deaths on a disk that keeps any part of what was not synced"
     return FaultRow(9, "power cut at any system call", how, counting.tally, frozenset({"old", "new"}), None, note)
 
 
 def _saved_again(found: milepost.store.MemoryStore) -> str | None:
-    """What is wrong with the next save after a power cut, if anything."""
+    """What is wrong with the next save after a power cut; None if nothing is."""
     milepost.save(state_of(9, 4096), found)
     save_id = milepost.open(found).manifest.save_id
     clean = all(save_id in name or name.startswith("manifest-") for name in found.objects) and len(found.objects) == 2
@@ -410,7 +410,7 @@ def _saved_again(found: milepost.store.MemoryStore) -> str | None:
 def _full_disk_row(full: bool, folder: Path) -> FaultRow:
     good = frozenset({"raised, old loads", "raised, nothing left", "saved, new loads"})
     counts = {MILEPOST.name: Counting(), DCP.name: Counting()}
-    notes = ["empty folders do not count as left behind"]
+    notes = ["empty folders do not count as leftovers"]
     for kind in ("tmpfs", "ext4"):
         try:
             with Disk(folder, kind, 24 * MIB) as disk:
@@ -418,7 +418,7 @@ def _full_disk_row(full: bool, folder: Path) -> FaultRow:
                     _fill(disk, kind, saver, counts[saver.name], full)
         except NotHere as error:
             notes.append(f"{kind} not run: {error}")
-    how = "tmpfs and ext4 of 24 MiB, from no room to just enough, or no file more; a first save and an overwrite"
+    how = "tmpfs and ext4 of 24 MiB, from no space to just enough, or no free inode; a first save and an overwrite"
     tallies = [counts[saver.name].tally for saver in (MILEPOST, DCP)]
     return FaultRow(10, "disk full", how, tallies[0], good, tallies[1], "; ".join(notes))
 
@@ -448,7 +448,7 @@ def _prepared(saver: Saver, place: Path, overwrites: bool) -> Iterator[None]:
 
 
 def _leave_room(disk: Disk, room: int) -> None:
-    """Fill the disk up to so many bytes."""
+    """Fill the disk until `room` bytes are left."""
     size, step = 0, 16 * MIB
     with (disk.path / "filler").open("wb") as file:
         while step >= 1024:
@@ -458,7 +458,7 @@ def _leave_room(disk: Disk, room: int) -> None:
             except OSError:
                 step //= 2
         file.truncate(max(0, size - room))
-    disk.sync()  # what a file system frees, it may keep until then
+    disk.sync()  # a file system may free space only then
 
 
 def _files(folder: Path) -> list[Path]:

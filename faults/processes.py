@@ -1,4 +1,4 @@
-"""How a module of faults starts another one in a process of its own."""
+"""How a module of faults starts another one in its own process."""
 
 import os
 import sys
@@ -13,6 +13,6 @@ def command(module: str, *arguments: str) -> list[str]:
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of this process, with these folders on the path of Python, and `more`."""
+    """The environment of this process, with these folders on Python's path, and `more`."""
     paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **more}

@@ -1,4 +1,4 @@
-"""Faults of ranks, of saves in the background, and of readers: whoever is concerned is told, in time and with the rank's name."""
+"""Faults of ranks, of saves in the background, and of readers: all ranks raise in time and name the failed rank."""
 
 import contextlib
 import itertools
@@ -32,7 +32,7 @@ from milepost.testing import CountingStore, TroubledComm
 SAVE = ("starting", "describing the state", "agreeing on the layout", "writing", "comparing values", "committing")
 LOAD = ("opening", "matching", "sharing out", "reading", "sending", "applying")
 SHARED = ("sharing out", "sending")
-"""Steps of ranks that read for each other, which needs a process group."""
+"""Steps of ranks that share reads, which needs a process group."""
 NAMED, HANG, UNNAMED = "all others raise and name the rank", "others hang", "others do not name the rank"
 
 
@@ -49,27 +49,27 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """What happens to which rank, at which step of a save or a load."""
+    """A kind of trouble, for one rank at one step of a save or a load."""
 
     kind: str
     step: str
     victim: int
 
     def judge(self, errors: list[str | None]) -> str:
-        """How it ended, by what the other ranks met: None where one did not end, "" where it met nothing."""
+        """The ending, by the errors of the other ranks: None for a rank that hangs, "" for a rank without an error."""
         if None in errors:
             return HANG
         expected: tuple[str, ...] = ("",)  # DCP has other steps
         for steps in (SAVE, LOAD):
             if self.step in steps:
-                # A step in which only the coordinator speaks is left before anyone notices: the next one tells.
+                # Ranks do not wait in a step in which only the coordinator sends: the next step reports it.
                 expected = (self.step,) if self.kind == "raises" else steps[steps.index(self.step) :]
         fine = all(text and names(text, self.victim) and any(step in text for step in expected) for text in errors)
         return NAMED if fine else UNNAMED
 
 
 def call_with_trouble(trouble: Trouble, state: dict[str, Any], where: Any, comm: Any) -> None:
-    """The save or load in which it happens. What the ranks save is not quite the same: so all steps are taken."""
+    """The save or load with the trouble. The ranks save slightly different states, so that all steps are taken."""
     if trouble.step in SAVE:
         more = {"more": torch.ones(1)} if comm.rank == WORLD - 1 else {}
         milepost.save({**state, **more, "odd": comm.rank}, where, on_difference="warn", process_group=comm)
@@ -86,7 +86,7 @@ HOOKS: dict[str, Callable[[], Any]] = {
 
 
 def meet_trouble(rank: Rank, trouble: Trouble, where: Path) -> None:
-    """Save once in peace, then meet trouble."""
+    """Save once without trouble, then with it."""
     milepost.save(state_of(rank, 1), where)
     comm: Any = ranks_of(None, DEADLINE_S)
     if rank.rank == trouble.victim and trouble.step == "sending":
@@ -109,10 +109,10 @@ def meet_trouble_in_dcp(rank: Rank, trouble: Trouble, where: Path) -> None:
 
 
 def in_processes(library: Library, trouble: Trouble, where: Path) -> str:
-    """How trouble of a real process ends."""
+    """How trouble in a real process ends."""
     with Job(WORLD, meet_trouble if library == "milepost" else meet_trouble_in_dcp, trouble, where) as job:
         job.await_all("ready")
-        # Who sends has a deadline for that too.
+        # Sending has a deadline too.
         deadline = time.monotonic() + HANG_S + (DEADLINE_S if trouble.step == "sending" else 0.0)
         ends = [job.last_words(rank, deadline) for rank in range(WORLD) if rank != trouble.victim]
     ending = trouble.judge([None if end is None else end[2] if end[0] == "raised" else "" for end in ends])
@@ -121,7 +121,7 @@ def in_processes(library: Library, trouble: Trouble, where: Path) -> str:
 
 
 def broken(store: milepost.Store, word: str) -> CountingStore:
-    """The store, but calls whose text starts with `word` fail."""
+    """A store in which calls whose text starts with `word` fail."""
 
     def fail(_: int, call: str) -> None:
         if call.startswith(word):
@@ -133,7 +133,7 @@ def broken(store: milepost.Store, word: str) -> CountingStore:
 
 
 class Refusing:
-    """An object that gives no state, or takes none."""
+    """An object that fails to return a state, or to load one."""
 
     def __init__(self, gives: bool) -> None:
         self.gives = gives
@@ -157,11 +157,11 @@ RAISES: list[tuple[str, int | None, str]] = [
     ("reading", None, "reader data/"),
     ("applying", None, "takes none"),
 ]
-"""The step that fails, the rank if it can only be the coordinator, and what fails: a call of the store, or an object."""
+"""The step that fails, the rank if only the coordinator can fail, and what fails: a call of the store, or an object."""
 
 
 def in_threads(trouble: Trouble, word: str) -> str:
-    """How trouble of a thread rank ends: it raises where `word` says, or never comes to a step."""
+    """How trouble in a thread rank ends: it raises where `word` says, or never reaches a step."""
     store, board, errors, gone = milepost.store.MemoryStore(), MemoryBoard(), dict[int, str](), threading.Event()
     milepost.save({"n": 1, "t": torch.ones(WORLD), "o": {"w": torch.ones(1)}}, store)
     before = dict(store.objects)
@@ -224,8 +224,11 @@ def ranks_in_trouble(full: bool, folder: Path) -> FaultRow:
     ]
     for (_, library, *_), ending in spread(lambda how, *rest: how(*rest), trials, 8):
         (theirs if library == "dcp" else ours).add(ending)
-    how = f"1 of 4 raises, dies, stops, never arrives, the coordinator or another, in each step of save and load; timeout_s={DEADLINE_S}"
-    note = f"DCP: in the planner, before and while data is written; who has not ended after {HANG_S:.0f} s hangs"
+    how = (
+        "1 of 4 ranks, the coordinator or another, raises, dies, stops or never arrives, in each step of save and "
+        f"load, with timeout_s={DEADLINE_S}"
+    )
+    note = f"DCP: in the planner, before and during writes. A rank that still runs after {HANG_S:.0f} s hangs"
     return FaultRow(21, "a rank in trouble", how, ours.tally, frozenset({NAMED}), theirs.tally, note)
 
 
@@ -239,17 +242,17 @@ def begin(saver: milepost.AsyncSaver | None, state: dict[str, Any], where: Path)
     return saver.save(state, where)
 
 
-def nobody_reads(rank: Rank, library: Library, background: str, folder: Path) -> None:
-    """Let a save fail, ask nothing, and make another; and once more, with the end of the saver in place of another."""
+def unread_failure(rank: Rank, library: Library, background: str, folder: Path) -> None:
+    """Let a save fail, do not ask for its result, and save again; then the same, with a close instead of a save."""
     for way in ("the next save", "close") if library == "milepost" else ("the next save",):
         saver = milepost.AsyncSaver(background=background) if library == "milepost" else None
         begin(saver, state_of(rank, 1), folder / "file" / "a")
         time.sleep(0.2)
         try:
             saver.close() if saver and way == "close" else begin(saver, state_of(rank, 2), folder / "b").result()
-            rank.say("ending", f"{way} was silent about a failure that nobody had read")
+            rank.say("ending", f"{way} did not report the unread failure")
         except milepost.CheckpointError:
-            rank.say("ending", f"{way} told of a failure that nobody had read")
+            rank.say("ending", f"{way} reported the unread failure")
 
 
 def two_saves(rank: Rank, library: Library, background: str, folder: Path) -> None:
@@ -268,7 +271,7 @@ def two_saves(rank: Rank, library: Library, background: str, folder: Path) -> No
 
 
 def keep_async(rank: Rank, library: Library, background: str, folder: Path) -> None:
-    """Save in the background, each state to its own place, until killed. Ended is what must be there from then on."""
+    """Save in the background, each state to its own place, until killed. A save that ended must stay there."""
     saver = milepost.AsyncSaver(background=background) if library == "milepost" else None
     if saver is not None:
         saver.prewarm(state_of(rank, 0))
@@ -280,7 +283,7 @@ def keep_async(rank: Rank, library: Library, background: str, folder: Path) -> N
 
 
 def writers_of(trainer: int | None) -> list[int]:
-    """The writing processes that a trainer started, be it dead or alive."""
+    """The writing processes that a trainer started, even if the trainer is dead."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
@@ -291,7 +294,7 @@ def writers_of(trainer: int | None) -> list[int]:
 
 
 def in_trainer(work: Callable[..., None], library: Library, background: str, folder: Path, moment_s: float) -> list:
-    """Run work in a trainer: its endings. With a moment, it is killed then, and the ending is that of its places."""
+    """Run work in a trainer and return its endings. With `moment_s` it is killed then, and its places are examined."""
     folder.mkdir()
     (folder / "file").touch()  # nothing can be saved below it
     with Job(1, work, library, background, folder) as job:
@@ -325,16 +328,16 @@ else:
 
 
 def at_exit(kind: str, folder: Path) -> list[str]:
-    """How a script ends whose only save fails, and that asks nothing."""
+    """How a script ends if its only save fails, and it does not ask for the result."""
     (folder / f"file-{kind}").touch()
     command = [sys.executable, "-W", "ignore", "-c", SCRIPT, kind, str(folder / f"file-{kind}" / "a")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    told = "Error" in done.stderr or "failed" in done.stderr
-    return [f"the exit {'told of' if told else 'was silent about'} a failure that nobody had read"]
+    reported = "Error" in done.stderr or "failed" in done.stderr
+    return [f"the exit {'reported' if reported else 'did not report'} the unread failure"]
 
 
 def in_the_background(full: bool, folder: Path) -> FaultRow:
-    """22: failures that nobody reads, two saves at once, and trainers that are killed."""
+    """22: unread failures, two saves at once, and trainers that are killed."""
     chance, ours, theirs = random.Random(3), Counting(), Counting()
     kinds: list[tuple[Library, str]] = [("milepost", "thread"), ("milepost", "process"), ("dcp", "thread")]
     trials: list[tuple[Any, ...]] = [
@@ -343,16 +346,16 @@ def in_the_background(full: bool, folder: Path) -> FaultRow:
     for library, background in kinds:
         name = f"{library}-{background}"
         if full or background == "thread":
-            trials += [(in_trainer, nobody_reads, library, background, folder / f"{name}-unread", 0.0)]
+            trials += [(in_trainer, unread_failure, library, background, folder / f"{name}-unread", 0.0)]
             trials += [(in_trainer, two_saves, library, background, folder / f"{name}-two", 0.0)]
             for i in range((20 if background == "thread" else 6) if full else 1):
                 place, moment_s = folder / f"{name}-killed-{i}", chance.uniform(0.001, kit.SPAN_S)
                 trials.append((in_trainer, keep_async, library, background, place, moment_s))
     for trial, endings in spread(lambda how, *rest: how(*rest), trials, 4):
         (theirs if "dcp" in trial[:3] else ours).counts.update(endings)
-    good = frozenset(f"{who} told of a failure that nobody had read" for who in ("the next save", "close", "the exit"))
+    good = frozenset(f"{who} reported the unread failure" for who in ("the next save", "close", "the exit"))
     good |= {"two at once left the second", f"trainer killed: {kit.ALL}", f"trainer killed: {kit.EARLIER}"}
-    how = "one process, saves by a thread and by a process; DCP by a thread"
+    how = "one process that saves with a thread and with a writing process; DCP with a thread"
     return FaultRow(22, "saves in the background", how, ours.tally, good, theirs.tally)
 
 
@@ -360,7 +363,7 @@ def in_the_background(full: bool, folder: Path) -> FaultRow:
 
 
 def keep_steps(rank: Rank, folder: Path) -> None:
-    """Save step after step, of which only the last is kept, until killed."""
+    """Save step after step until killed. Only the last step is kept."""
     with milepost.Checkpointer(folder, keep_last=1, no_dist=True) as steps:
         for number in itertools.count(1):
             steps.save(state_of(rank, number), number)
@@ -368,7 +371,7 @@ def keep_steps(rank: Rank, folder: Path) -> None:
 
 
 def read_meanwhile(job: Job, opens: int, ways: list[Callable[[], dict[str, Any]]], counting: Counting) -> None:
-    """Read again and again, in one way after the other, what the only rank of a job keeps saving."""
+    """Read repeatedly, with each of the ways in turn, what the only rank of a job keeps saving."""
     job.await_all("ended")
     before = 0
     for number in range(opens):
@@ -397,7 +400,7 @@ def a_reader_meanwhile(full: bool, folder: Path) -> FaultRow:
     with Job(1, kit.keep_saving, "milepost", place, False) as job:
         read_meanwhile(job, opens, [lambda: opened(milepost.open(place)), lambda: milepost.load(target(), place)], ours)
     note = f"during overwrites alone: {ours.tally.text}"
-    logging.getLogger("milepost").setLevel(logging.ERROR)  # restore says which steps it skips
+    logging.getLogger("milepost").setLevel(logging.ERROR)  # restore logs the steps that it skips
     try:
         with Job(1, keep_steps, root) as job, milepost.Checkpointer(root, no_dist=True) as steps:
             read_meanwhile(job, opens, [lambda: opened(steps.open()), restored], ours)
@@ -405,6 +408,6 @@ def a_reader_meanwhile(full: bool, folder: Path) -> FaultRow:
         logging.getLogger("milepost").setLevel(logging.NOTSET)
     with Job(1, kit.keep_saving, "dcp", other, False) as job:
         read_meanwhile(job, opens // 4, [lambda: kit.load_by_dcp(other)], theirs)
-    good = frozenset({"whole", "absent", "told that it was replaced"})
-    how = "as many opens during overwrites as during saves with keep_last=1; every element looked at"
+    good = frozenset({"whole", "absent", "reported as replaced"})
+    how = "as many opens during overwrites as during saves with keep_last=1; every element is checked"
     return FaultRow(25, "a reader during saves and retention", how, ours.tally, good, theirs.tally, note)

@@ -1,4 +1,4 @@
-"""What a module of faults gives: one line of the table, and the counts behind it."""
+"""What a module of faults yields: lines of the table, with their counts."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -8,7 +8,7 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """How trials ended: what happened, by a short name, and how often."""
+    """How trials ended: the count of each ending, by a short name."""
 
     counts: dict[str, int]
 
@@ -30,9 +30,10 @@ class Tally:
 
 @dataclass(frozen=True, slots=True)
 class FaultRow:
-    """One line: a fault, how it was made, and how Milepost and DCP met it. `good` names the endings that keep the promise.
+    """One line: a fault, how it was made, and how the trials of Milepost and DCP ended.
 
-    `dcp` is None where DCP has nothing to compare; `note` says what else there is to know (why it was not run, ...).
+    `good` names the endings that keep the promise. `dcp` is None where DCP has nothing to compare. `note` has other
+    facts, such as why the fault was not run.
     """
 
     number: int
@@ -45,7 +46,7 @@ class FaultRow:
 
     @property
     def ok(self) -> bool | None:
-        """Whether every trial kept the promise; None if there was none."""
+        """Whether every trial kept the promise; None without trials."""
         if not self.milepost.trials:
             return None
         return self.milepost.of(*self.good) == self.milepost.trials
@@ -58,7 +59,7 @@ class Counting:
     counts: Counter[str] = field(default_factory=Counter)
 
     def add(self, ending: str) -> None:
-        """One trial ended so."""
+        """Count one trial that ended this way."""
         self.counts[ending] += 1
 
     @property
@@ -68,4 +69,4 @@ class Counting:
 
 
 Faults = Callable[[bool, Path], Iterator[FaultRow]]
-"""What a module of faults offers as `rows`: `rows(full, folder)` runs its faults in a folder of their own, few or all trials."""
+"""The `rows` of a module of faults: `rows(full, folder)` runs all trials of its faults, or a few, in this folder."""

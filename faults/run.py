@@ -1,13 +1,14 @@
-"""What happens when things break: every fault of docs/explanation/faults.md, made many times, for Milepost and for DCP beside it.
+"""What happens when things break: every fault of docs/explanation/faults.md, made many times, for Milepost and for DCP.
 
     python faults/run.py --quick                              # under a minute: a few trials of each fault
     python faults/run.py --full --markdown docs/explanation/faults.md     # all trials: the table
     python faults/run.py --rows 1,2,13 --json rows.json
 
-Each fault is really made: processes are killed, calls fail, bytes are flipped, power is cut (in a model of a disk), hostile
-checkpoints are opened. A trial ends in one of a few named ways, and each row says which of them keep the promise. The
-modules beside it make the faults; they run one after the other, each in a folder of its own that is removed afterwards.
-Nothing is timed here. Ends with 1 if a trial broke the promise or a module failed; what could not be run is "not run".
+Every fault is a real one: processes are killed, calls fail, bits are flipped, file systems are shut down, hostile
+checkpoints are opened. (One row cuts the power in a model of a disk.) A trial ends in one of a few named ways, and each
+row says which of them keep the promise. The modules in this folder make the faults. They run one after the other, each
+in its own folder, which is removed afterwards. Nothing is timed. The exit status is 1 if a trial broke the promise or a
+module failed; a fault that cannot be made here is "not run".
 """
 
 import argparse
@@ -23,7 +24,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
-if __name__ == "__main__":  # a script finds what stands beside it, as `ranks`; the package is one folder up
+if __name__ == "__main__":  # a script finds its neighbours as `ranks`; the package is one folder up
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from faults.rows import FaultRow, Faults, Tally
@@ -37,16 +38,17 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.targets": (18, 23),
     "faults.hostile": (17, 19, 20),
 }
-"""Which module gives which rows."""
+"""The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})
 HEADS = ["#", "fault", "Milepost", "DCP", "ok"]
 WIDTHS = (3, 40, 44, 44, 8)
 MOST_NOTE_LETTERS = 600
+MOST_COLUMNS = 120
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The rows in order of their numbers, and why others are not there: by number, or by module where one failed."""
+    """The rows in the order of their numbers, and why others are missing: by number, and by module that failed."""
 
     rows: tuple[FaultRow, ...]
     missing: dict[int, str]
@@ -54,12 +56,12 @@ class Results:
 
     @property
     def ok(self) -> bool:
-        """Whether all that was run kept the promise, and nothing failed that should have run."""
+        """Whether every row that was run kept the promise, and no module failed."""
         return not self.failed and all(row.ok is not False for row in self.rows)
 
 
 def run(wanted: Iterable[int], full: bool, parent: Path | None) -> Results:
-    """Run the modules that give the wanted rows. One that is not there, or fails, takes only its own rows along."""
+    """Run the modules that have the wanted rows. A module that is missing or fails loses only its own rows."""
     wanted = set(wanted)
     rows: list[FaultRow] = []
     why: dict[int, list[str]] = {number: [] for number in wanted}
@@ -68,7 +70,7 @@ def run(wanted: Iterable[int], full: bool, parent: Path | None) -> Results:
         if wanted.isdisjoint(numbers):
             continue
         try:
-            for row in rows_of(name, full, parent):  # those before a failure count
+            for row in rows_of(name, full, parent):  # rows before a failure count
                 if row.number in wanted:
                     rows.append(row)
             continue
@@ -87,7 +89,7 @@ def run(wanted: Iterable[int], full: bool, parent: Path | None) -> Results:
 
 
 def rows_of(name: str, full: bool, parent: Path | None) -> Iterator[FaultRow]:
-    """The rows of one module, run in a new folder. Raises whatever the module does."""
+    """The rows of one module, run in a new folder. Raises what the module raises."""
     faults: Faults = importlib.import_module(name).rows
     with tempfile.TemporaryDirectory(prefix=f"{name}-", dir=parent, ignore_cleanup_errors=True) as folder:
         start = time.monotonic()
@@ -98,21 +100,21 @@ def rows_of(name: str, full: bool, parent: Path | None) -> Iterator[FaultRow]:
                 yield row
 
 
-# What it looks like
+# Output
 
 
 def verdict(row: FaultRow) -> str:
-    """In a word: whether every trial kept the promise."""
+    """Whether every trial kept the promise, as a word."""
     return {True: "yes", False: "NO", None: "not run"}[row.ok]
 
 
 def kept_percent(row: FaultRow) -> float | None:
-    """How many of the trials kept the promise; None without trials."""
+    """The share of trials that kept the promise; None without trials."""
     return 100 * row.milepost.of(*row.good) / row.milepost.trials if row.milepost.trials else None
 
 
 def cells(results: Results) -> list[list[str]]:
-    """A line for each row and for each that is missing, in order."""
+    """A line for each row, missing ones included, in order."""
     lines = [[str(r.number), r.fault, _tally(r.milepost), _tally(r.dcp), verdict(r)] for r in results.rows]
     lines += [[str(number), "", why, "", "not run"] for number, why in results.missing.items()]
     return sorted(lines, key=lambda line: int(line[0]))
@@ -123,7 +125,7 @@ def _tally(tally: Tally | None) -> str:
 
 
 def text_table(results: Results) -> str:
-    """The table for a terminal, with long cells in several lines."""
+    """The table for a terminal. Long cells take several lines."""
     lines = [HEADS, ["-" * width for width in WIDTHS], *cells(results)]
     return "\n".join(line for cells_of_line in lines for line in _wrapped(cells_of_line))
 
@@ -136,7 +138,7 @@ def _wrapped(line: list[str]) -> Iterator[str]:
 
 
 def json_rows(results: Results) -> list[dict[str, object]]:
-    """One for each row: the trials that kept the promise, in percent. What was not run has no value."""
+    """One object for each row: the percentage of trials that kept the promise. A row that was not run has no value."""
     there = [
         {"name": f"{r.number} {r.fault}", "value": kept_percent(r), "unit": "%", "bar": ">= 100", "ok": r.ok}
         for r in results.rows
@@ -148,7 +150,7 @@ def json_rows(results: Results) -> list[dict[str, object]]:
 
 
 def markdown(results: Results, machine: str, full: bool) -> str:
-    """The page: what it is, how to run it, the machine and the counts; the table; how each was made, and notes."""
+    """The page: what it is, how to run it, the counts and the machine; the table; how each fault was made."""
     mine = sum(row.milepost.trials for row in results.rows)
     other = sum(row.dcp.trials for row in results.rows if row.dcp)
     how = "--full" if full else "--quick"
@@ -156,11 +158,16 @@ def markdown(results: Results, machine: str, full: bool) -> str:
     return "\n".join([
         "# Faults",
         "",
-        "What happens when things break. Each fault is really made, many times, and each trial ends in one of a few ways;",
-        "`ok` says whether every one of them kept the promise. DCP met the same fault where it has something to compare.",
+        *_paragraph(
+            "What happens when things break. Each fault is made many times, and each trial ends in one of a few ways. "
+            "`ok` says whether every trial kept the promise. DCP gets the same fault where it has something to compare."
+        ),
         "",
-        f"Made by `python faults/run.py {how} --markdown docs/explanation/faults.md`; do not edit. {mine:,} trials of Milepost and",
-        f"{other:,} of DCP; {kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run.",
+        *_paragraph(
+            f"Made by `python faults/run.py {how} --markdown docs/explanation/faults.md`; do not edit. "
+            f"{mine:,} trials of Milepost and {other:,} of DCP; "
+            f"{kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run."
+        ),
         "",
         *(f"    {line}" for line in machine.splitlines()),
         "",
@@ -168,16 +175,30 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         "|---|---|---|---|---|",
         *("| " + " | ".join(_escaped(cell) for cell in line) + " |" for line in cells(results)),
         "",
-        "*old*, *new*: what was there before or after the save, whole: every element was compared. *none*: nothing was",
-        "there before. *mixed*: parts of both, loaded without an error. *lost*: older than a save that had returned.",
-        "*unloadable*: neither. *silent*: other data than was saved, without an error. *harmless*: no load uses what was hit.",
+        *_paragraph(
+            "*old*, *new*: the whole checkpoint from before or after the save; every element was compared. *none*: "
+            "nothing was there before. *mixed*: parts of both, loaded without an error. *lost*: older than a save that "
+            "had returned. *unloadable*: neither loads. *silent*: other data than was saved, loaded without an error. "
+            "*harmless*: no load uses the damaged part."
+        ),
         "",
         "## How each fault was made",
         "",
-        *(f"* **{row.number}** {_note(row)}" for row in results.rows),
-        *(f"* `{name}` failed: {_escaped(why)}" for name, why in results.failed.items()),
+        *(line for row in results.rows for line in _item(f"**{row.number}** {_note(row)}")),
+        *(line for name, why in results.failed.items() for line in _item(f"`{name}` failed: {_escaped(why)}")),
         "",
     ])  # fmt: skip
+
+
+def _paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
+    """The lines of a paragraph. Long words stay whole: breaking a path or a name would change it."""
+    return textwrap.wrap(
+        text, MOST_COLUMNS, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False
+    )
+
+
+def _item(text: str) -> list[str]:
+    return _paragraph(text, "* ", "  ")
 
 
 def _note(row: FaultRow) -> str:
@@ -186,18 +207,18 @@ def _note(row: FaultRow) -> str:
 
 
 def _sentence(text: str) -> str:
-    """The text as a sentence; a name at its start stays as it is."""
+    """The text as a sentence. A name at its start is not capitalised."""
     text = _escaped(text)
     first = text[:1].upper() if text.split()[0].isalpha() else text[:1]
     return first + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _escaped(text: str) -> str:
-    """Text that is no markup, in one line."""
+    """The text in one line, without markup."""
     return " ".join(text.replace("|", "\\|").replace("<", "&lt;").split())
 
 
-# What people ask for
+# Arguments
 
 
 def numbers(text: str) -> list[int]:
@@ -209,12 +230,12 @@ def numbers(text: str) -> list[int]:
 
 
 def main() -> int:
-    """Run what was asked for, show it, and say whether it was good."""
+    """Run the wanted rows and show them. Returns the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     much = parser.add_mutually_exclusive_group()
     much.add_argument("--quick", action="store_true", help="a few trials of each fault (the default)")
     much.add_argument("--full", action="store_true", help="all trials")
-    parser.add_argument("--rows", type=numbers, default=NUMBERS, metavar="1,2,13", help="only these")
+    parser.add_argument("--rows", type=numbers, default=NUMBERS, metavar="1,2,13", help="only these rows")
     parser.add_argument("--folder", type=Path, help="where the modules work; by default the temporary folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page")

@@ -8,15 +8,16 @@
  *                number, call, result, errno, path, other; with tabs between. `other` is the second path of a link or
  *                rename; for an open "new" or "trunc": whether it made the file, or cut one that was there.
  *   SHIM_AT      the number of the call to break, from 1
- *   SHIM_DO      how: kill (SIGKILL before the call), kill-after, EIO or ENOSPC (the call is not made, and fails so)
- *   SHIM_ONLY    count for SHIM_AT only calls whose name starts so: "fsync", "pwrite"
- *   SHIM_SYNC    "no": syncs are counted, recorded and broken, but not made. Only a power cut could tell, and it is faster.
+ *   SHIM_DO      how: kill (SIGKILL before the call), kill-after, EIO or ENOSPC (the call fails with this error)
+ *   SHIM_ONLY    for SHIM_AT, count only calls whose name starts with this: "fsync", "pwrite"
+ *   SHIM_SYNC    "no": syncs are counted, recorded and broken, but not made. That is faster, and only a power cut could
+ *                show the difference.
  *
- * A process can also say these itself, by the shim_* functions at the end: after a fork, once for each trial.
+ * A process can also set these with the shim_* functions at the end: after a fork, once for each trial.
  *
  * Each call asks /proc for the path of its handle instead of keeping a table of handles: a table would have to follow
- * every dup, fork and close, and this is not for speed. The calls are then made as system calls, so nothing has to be
- * looked up in libc. What libc does inside itself (stdio) is not seen; Python's files and torch's use these functions.
+ * every dup, fork and close, and speed does not matter here. The calls are then made as system calls, so nothing has to
+ * be looked up in libc. Calls inside libc (stdio) are not seen; Python's files and torch's use these functions.
  */
 #define _GNU_SOURCE
 #include <errno.h>

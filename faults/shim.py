@@ -1,7 +1,8 @@
-"""Faults at the calls by which a save changes its folder: killed there, no space, a broken disk; and their order.
+"""Faults at the system calls by which a save changes its folder: a kill, no space, an I/O error. Also their order.
 
-`rows` compiles shim.c and starts this file once, with the shim preloaded. That process imports torch, and forks a child
-for each trial: it tells the shim what to break, saves, and ends. What it left is then looked at where nothing is broken.
+`rows` compiles shim.c and starts this file once, with the shim preloaded. That process imports torch and forks a child
+for each trial. The child tells the shim what to break, saves, and ends. A process without faults then checks what is
+left.
 """
 
 import ctypes
@@ -32,7 +33,7 @@ from faults.rows import Counting, FaultRow, Tally
 from milepost.testing import run_ranks
 
 LIMIT_S = 60
-SYNCS = 0  # counted and broken, but not made: no trial cuts the power, so it would only be slow
+SYNCS = 0  # counted and broken, but not made: no trial cuts the power, and real syncs are slow
 WORLD, LARGE_TENSORS, LARGE_ITEMS = 2, 8, 1 << 20  # 8 tensors of 2 x 4 MiB: 64 MiB
 OLD, NEW = 1, 2
 SUCCEEDED, RAISED, UNCLEAR, NO_FAULT = 0, 1, 2, 3
@@ -71,7 +72,7 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 
 
 def compiled(folder: Path) -> Path | None:
-    """The shim, compiled into this folder; None where there is no compiler, or no Linux."""
+    """The shim, compiled into this folder; None without a compiler or without Linux."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None or sys.platform != "linux":
         return None
@@ -107,7 +108,7 @@ def read_log(text: str) -> list[Call]:
 
 
 def violations(calls: Iterable[Call]) -> list[tuple[str, str]]:
-    """Where a save did not sync what it commits before that, or touched the old checkpoint too early: kind, path. Pure.
+    """Where a save committed before it synced, or touched the old checkpoint too early: kind, path. Pure.
 
     All bytes that were written and all names that were made must be synced when a manifest gets its name; that name
     must be synced at the end; and until it is, nothing that was there before may be removed or overwritten.
@@ -130,7 +131,7 @@ def violations(calls: Iterable[Call]) -> list[tuple[str, str]]:
         elif verb in ("link", "rename"):
             if _COMMIT.fullmatch(os.path.basename(other)):
                 found += [("bytes not synced", file) for file in sorted(data)]
-                # But for the source, whose own entry may be lost: that is not what the commit names.
+                # Except for the source: its own entry may be lost, since the commit does not name it.
                 found += [("name not synced", name) for name in sorted(names - {path})]
                 commit = other
             data |= {other} if path in data else set()
@@ -145,7 +146,7 @@ def violations(calls: Iterable[Call]) -> list[tuple[str, str]]:
     return found + [("commit not synced" if commit else "no commit", commit)] * (not commit or commit in names)
 
 
-# --- what is saved, by whom
+# --- what is saved, and how
 
 
 def small(value: int) -> dict[str, Any]:
@@ -167,7 +168,7 @@ def _values(state: Any) -> set[float]:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """Who saves and loads which state, and how to tell that nothing was ever saved at a place."""
+    """How a library saves and loads a state, and how to see that nothing was ever saved at a place."""
 
     name: str
     save: Callable[[Any, Path], object]
@@ -176,15 +177,15 @@ class System:
     state: Callable[[int], dict[str, Any]] = small
 
     def try_to_save(self, value: int, place: Path) -> int:
-        """Save, and tell how that went."""
+        """Save, and return an exit code for the outcome."""
         try:
             self.save(self.state(value), place)
-        except BaseException as error:  # DCP's are no Exceptions
+        except BaseException as error:  # DCP raises a BaseException
             return UNCLEAR if isinstance(error, Unclear) else RAISED
         return SUCCEEDED
 
     def found(self, place: Path, first: bool) -> str:
-        """What a load gives: "old", "new", "mixed", "unloadable"; "none" where there was nothing before either."""
+        """What a load finds: "old", "new", "mixed", "unloadable"; "none" if there was nothing before either."""
         target = self.state(0)
         try:
             self.load(target, place)
@@ -194,7 +195,7 @@ class System:
 
 
 class Unclear(Exception):
-    """Something was raised, and not as promised."""
+    """An error that breaks the promise."""
 
 
 def _save_by_milepost(state: Any, place: Path) -> None:
@@ -205,7 +206,7 @@ def _save_by_milepost(state: Any, place: Path) -> None:
 
 
 def _save_by_ranks(state: Any, place: Path) -> None:
-    """Save from ranks that are threads, each of which writes its part with four."""
+    """Save from ranks that are threads. Each writes its part with four threads."""
 
     def work(comm: Any) -> str:
         start, stop = comm.rank * LARGE_ITEMS, (comm.rank + 1) * LARGE_ITEMS
@@ -245,7 +246,7 @@ DCP_THREADS = replace(DCP, name="dcp-threads", save=partial(_save_by_dcp, thread
 
 
 class Fault(NamedTuple):
-    """What happens at which call, of those whose name starts with `only`."""
+    """What happens at which call. Only calls whose name starts with `only` count."""
 
     do: str
     at: int
@@ -253,13 +254,13 @@ class Fault(NamedTuple):
 
 
 def attempt(save: Callable[[], int], home: Path, fault: Fault | None = None, log: str = "") -> int:
-    """Let a child save with this fault below `home`. Gives what `save` gave, NO_FAULT, or minus a signal."""
+    """Let a child save with this fault below `home`. Returns the code of `save`, NO_FAULT, or minus a signal."""
     child = os.fork()
     if child == 0:
         code = 99
         try:
-            signal.alarm(LIMIT_S)  # whatever hangs ends so
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # threads of DCP tell there of errors that nobody else hears
+            signal.alarm(LIMIT_S)  # ends a child that hangs
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # DCP's threads print errors there
             shim = ctypes.CDLL(None)
             if fault is not None:
                 assert shim.shim_arm(ctypes.c_long(fault.at), fault.do.encode(), fault.only.encode()) == 0
@@ -273,7 +274,7 @@ def attempt(save: Callable[[], int], home: Path, fault: Fault | None = None, log
 
 
 def ending(code: int, found: str, killed: bool = False) -> str:
-    """How a trial ended, in words: what the process told, and what was there afterwards."""
+    """The name of an ending: the exit code of the process, and what was there afterwards."""
     if killed:
         return found if code == -signal.SIGKILL else "not killed"
     if code == SUCCEEDED:
@@ -291,7 +292,7 @@ class Lab:
         self._records: dict[tuple[str, bool], list[Call]] = {}
 
     def prepared(self, system: System, first: bool) -> tuple[Path, Path]:
-        """A folder to watch, and a place in it to save at; unless it is the first save, an old checkpoint is there."""
+        """A folder to watch, and a place in it to save to. Except for a first save, an old checkpoint is there."""
         home = Path(tempfile.mkdtemp(dir=self.folder))
         place = home / "runs" / "step"
         if not first:
@@ -322,7 +323,7 @@ class Lab:
     def tally(
         self, system: System, ways: Sequence[str], only: str = "", firsts: Sequence[bool] = (True, False)
     ) -> Tally:
-        """How saves ended that met these faults at all (or some) of their calls: first saves, and overwrites."""
+        """How saves ended with these faults at all (or some) of their calls: first saves, and overwrites."""
         counting = Counting()
         for first, do in itertools.product(firsts, ways):
             calls = [call for call in self.record(system, first) if call.verb.startswith(only)]
@@ -331,7 +332,7 @@ class Lab:
         return counting.tally
 
     def picked(self, calls: Sequence[Call]) -> list[int]:
-        """The numbers, from 1, of the calls to break."""
+        """The numbers of the calls to break, from 1."""
         if self._full:
             return list(range(1, len(calls) + 1))
         commits = [i for i, call in enumerate(calls, 1) if _COMMIT.fullmatch(os.path.basename(call.other))]
@@ -365,7 +366,7 @@ def ordered(lab: Lab) -> FaultRow:
         found = [violations(lab.record(system, first)) for first in (True, False)]
         counts[system.name] = Counter(kind for one in found for kind, _ in one or [("in order", "")])
     own = counts["milepost"] + counts["milepost-threads"]
-    how = "system calls of a first save and of an overwrite: all is synced before the commit that names it"
+    how = "system calls of a first save and of an overwrite: everything is synced before the commit that names it"
     good, note = frozenset({"in order"}), "DCP: violations in two saves"
     return FaultRow(8, "order of system calls", how, Tally(dict(own)), good, Tally(dict(counts["dcp"])), note)
 
@@ -376,7 +377,7 @@ def threads(lab: Lab) -> FaultRow:
         lab.tally(MILEPOST_THREADS, ["EIO"], "pwrite", [False]),
         lab.tally(DCP_THREADS, ["EIO"], "write", [True]),
     )
-    how = f"EIO from a write of 64 MiB by 4 threads a rank: overwrite on {WORLD} ranks; DCP: first save on one"
+    how = f"EIO from a write of 64 MiB with 4 threads per rank: overwrite on {WORLD} ranks; DCP: first save on one"
     note = "Milepost: raised on every rank, with rank and path"
     return FaultRow(11, "error in a writer thread", how, own, frozenset({"raised, old loads"}), other, note)
 

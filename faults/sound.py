@@ -1,8 +1,8 @@
-"""Whether what a decoder made of an input is sound, by other means than the decoder's own. For row 20 of the table of faults.
+"""Whether the output of a decoder is sound, checked by other means. For row 20 of the table of faults.
 
-A manifest can be written and read again, its boxes tile its tensors, and its tree has the leaves that its tables list. A
-header says what Python's `json` and safetensors read. A value and a private record are the same after another round. A
-pickle is what Python's own reader makes of it, where that needs no names, and nothing but plain data and tensors that lie
+A manifest can be written and read again, its boxes tile its tensors, and its tree has the leaves that its tables list.
+A header says what Python's `json` and safetensors read. A value and a private record survive another round trip. A
+pickle is what Python's own reader makes of it, if it needs no names, and holds only plain data and tensors that lie
 within their storages.
 """
 
@@ -34,13 +34,13 @@ from milepost.formats.read.pickle_machine import Maker, NamedObject, Opaque
 from milepost.state.values import Codec
 
 MOST_RANKS, MOST_BOXES, MOST_DATA_BYTES = 256, 64, 1 << 20
-"""Beyond these, what would take long is not looked at."""
+"""Larger inputs are not checked, since that would take long."""
 PLAIN = (int, float, str, bytes, bytearray, complex, type(None), np.generic, torch.dtype, torch.device)
 TORCHS = (*PLAIN, Strided, Opaque, NamedObject, Maker)
 
 
 def sound_manifest(_data: bytes, found: manifests.Manifest) -> bool:
-    """Whether it can be written and read again, is whole, and names only files inside and ranks that exist."""
+    """Whether it can be written and read again, is complete, and names only files inside and ranks that exist."""
     names = [found.file_name(file.rank) for file in found.files]
     inside = all(re.fullmatch(r"data/[0-9]{8}-[0-9a-f]{8,32}/[0-9]{5,6}\.safetensors", name) for name in names)
     once = len({file.rank for file in found.files}) == len(found.files)
@@ -67,7 +67,7 @@ def tiled(found: manifests.Manifest, world: int) -> bool:
 
 
 def ranks_in(layout: Any) -> Iterable[int]:
-    """The ranks that stand somewhere in a layout as JSON."""
+    """The ranks that a layout in JSON names."""
     for name, part in layout.items() if isinstance(layout, dict) else enumerate(layout):
         if name == "ranks":
             for run in part.split(","):
@@ -78,7 +78,7 @@ def ranks_in(layout: Any) -> Iterable[int]:
 
 
 def leaves_fit(found: manifests.Manifest) -> bool:
-    """Whether the tree is one, and its leaves are the keys of the tables, each once."""
+    """Whether the tree is valid, and its leaves are the keys of the tables, each once."""
     tables = {"tensor": found.tensors, "value": found.values, "per_rank": found.per_rank}
     listed = sorted((kind, row.key) for kind, rows in tables.items() for row in rows)
     leaves = sorted((node.kind, node.key) for node in found.tree if node.kind in tables)
@@ -86,7 +86,7 @@ def leaves_fit(found: manifests.Manifest) -> bool:
 
 
 def is_tree(nodes: tuple[Node, ...]) -> bool:
-    """Whether each node stands below one that can have children, and only the first stands alone."""
+    """Whether each node has a parent that can have children, and only the first has none."""
     leaves = ("tensor", "value", "per_rank")
     steps = itertools.pairwise(nodes)
     return nodes[0].depth == 0 and all(
@@ -95,14 +95,14 @@ def is_tree(nodes: tuple[Node, ...]) -> bool:
 
 
 def sound_private(_data: bytes, found: private_record.Private) -> bool:
-    """Whether it is the same after another round, its tree is one, and it holds what the tree names."""
+    """Whether it survives another round trip, its tree is valid, and it holds what the tree names."""
     keys = {row.key for row in (*found.values, *found.tensors)}
     there = all(node.key in keys for node in found.tree if node.kind in ("tensor", "value"))
     return private_record.read_private(msgspec.json.encode(found)) == found and there and is_tree(found.tree)
 
 
 def sound_header(data: bytes, found: shardfile.Header) -> bool:
-    """Whether other readers see the same entries, one behind the other, and it is the same after another round."""
+    """Whether other readers see the same contiguous entries, and it survives another round trip."""
     plain = json.loads(data[8:].decode(errors="replace"), strict=False)
     mine = {n: (e.dtype, list(e.shape), list(e.data_offsets)) for n, e in found.entries.items()}
     theirs = {n: (e["dtype"], e["shape"], e["data_offsets"]) for n, e in plain.items() if n != "__metadata__"}
@@ -121,7 +121,7 @@ def sound_header(data: bytes, found: shardfile.Header) -> bool:
 
 
 def block_bytes_of(header: shardfile.Header) -> int:
-    """A size of blocks with which the table of checksums has as many entries as it has."""
+    """A block size for which the table of checksums has the right number of entries."""
     blocks = header.table_bytes // 8
     return max(1, -(-header.data_bytes // blocks)) if blocks else 1
 
@@ -135,13 +135,13 @@ def read_by_safetensors(header: bytes, size_bytes: int, entries: dict[str, Any])
 
 
 def sound_value(codec: Codec, found: Any) -> bool:
-    """Whether it is the same after another round, plain, and not nested too deeply."""
+    """Whether it survives another round trip, is plain, and is not nested too deeply."""
     spelled = codec.encode(found, "x")
     return codec.encode(codec.decode(spelled, "x"), "x") == spelled and only_of(found, PLAIN, MAX_DEPTH)
 
 
-class Plain(pickle._Unpickler):  # noqa: SLF001  # the one in Python: that in C takes any amount of memory
-    """Python's own reader of pickles, for those that name nothing."""
+class Plain(pickle._Unpickler):  # noqa: SLF001  # the Python version: the C version takes any amount of memory
+    """Python's own reader of pickles, for pickles without names."""
 
     def find_class(self, module: str, name: str) -> Any:
         """Nothing."""
@@ -149,7 +149,7 @@ class Plain(pickle._Unpickler):  # noqa: SLF001  # the one in Python: that in C 
 
 
 def sound_pickle(data: bytes, found: Any) -> bool:
-    """Whether it is plain, and Python reads the same, if it reads it at all without making objects."""
+    """Whether it is plain, and Python reads the same, if Python can read it without names."""
     with suppress(Exception):
         theirs = Plain(io.BytesIO(data)).load()
         return repr(theirs) == repr(found)
@@ -157,7 +157,7 @@ def sound_pickle(data: bytes, found: Any) -> bool:
 
 
 def only_of(found: Any, leaves: tuple[type, ...], most_depth: float) -> bool:
-    """Whether it is made of containers and these, and its tensors lie within their storages."""
+    """Whether it consists of containers and these types, and its tensors lie within their storages."""
     pending, seen = [(found, 0)], set()
     while pending:
         value, depth = pending.pop()
@@ -176,7 +176,7 @@ def only_of(found: Any, leaves: tuple[type, ...], most_depth: float) -> bool:
 
 
 def parts_of(value: Any) -> list[Any] | None:
-    """What a container holds; None for what is no container."""
+    """The items of a container; None for anything else."""
     if isinstance(value, dict):
         return [*value.keys(), *value.values()]
     if isinstance(value, list | tuple | set | frozenset):
@@ -187,7 +187,7 @@ def parts_of(value: Any) -> list[Any] | None:
 
 
 def within(tensor: Strided) -> bool:
-    """Whether the last element that a tensor has lies in its storage."""
+    """Whether the last element of a tensor lies in its storage."""
     if 0 in tensor.shape:
         return True
     last = tensor.offset + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.strides, strict=True))

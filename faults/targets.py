@@ -38,7 +38,7 @@ from faults.damage import (
 from faults.rows import Counting, FaultRow
 
 PIPE_S = 0.5
-"""Who still waits at a pipe after this is stuck."""
+"""A reader that still waits at a pipe after this time is stuck."""
 IN_ACCESS, IN_OPEN = 0x01, 0x20
 
 
@@ -51,7 +51,7 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 # ---------------------------------------------------------------- 18: folders that lead elsewhere
 
 Trick = Callable[[Path, Path], None]
-"""Makes a good checkpoint hostile: gets its folder, and one beside it that nobody may look into."""
+"""Makes a good checkpoint hostile. Gets its folder, and a folder outside that no reader may open."""
 
 
 def hostile_folders(full: bool, folder: Path, load: Load = milepost.load) -> FaultRow:
@@ -66,10 +66,13 @@ def hostile_folders(full: bool, folder: Path, load: Load = milepost.load) -> Fau
     paths = (partial(redirected, where) for where in ("../outside", "{outside}", "sub"))
     for trick in (*tricks(foreign), *paths):
         theirs.add(met(foreign, others[foreign.root], trick, load_dcp))
-        if getattr(trick, "func", None) is not hard_linked:  # DCP keeps no checksum that would tell
+        if getattr(trick, "func", None) is not hard_linked:  # DCP keeps no checksum that would detect it
             ours.add(met(foreign, others[foreign.root], trick, load))
-    how = "`..` or an absolute path in the index; a link, a hard link, a pipe or a folder in the place of a file"
-    note = "Milepost: in its own format, and in DCP's but for the hard link: that is a file like any other, and checksums tell."
+    how = "`..` or an absolute path in the index; a symbolic link, a hard link, a pipe or a folder in place of a file"
+    note = (
+        "Milepost: in its own format and in DCP's. The hard link is tried only in its own format, where checksums "
+        "detect it: DCP's has none."
+    )
     return FaultRow(18, "a folder that leads outside", how, ours.tally, frozenset({"refused"}), theirs.tally, note)
 
 
@@ -80,33 +83,33 @@ def tricks(copy: Copy) -> list[Trick]:
 
 
 def linked(name: str, folder: Path, outside: Path) -> None:
-    """What was good is outside, and here is a link to it: who follows it finds what was saved."""
+    """Move a good file outside, and leave a link to it: a reader that follows it finds what was saved."""
     shutil.move(folder / name, outside / "moved")
     (folder / name).symlink_to(outside / "moved")
 
 
 def hard_linked(name: str, folder: Path, outside: Path) -> None:
-    """A file is also one of another step."""
+    """Replace a file by a hard link to a file of another step."""
     (folder / name).unlink()
     (folder / name).hardlink_to(outside / Path(name).name)
 
 
 def piped(name: str, folder: Path, outside: Path) -> None:
-    """A file is a pipe that nobody writes to."""
+    """Replace a file by a pipe without a writer."""
     del outside
     (folder / name).unlink()
     os.mkfifo(folder / name)
 
 
 def replaced(name: str, folder: Path, outside: Path) -> None:
-    """A file is a folder."""
+    """Replace a file by a folder."""
     del outside
     (folder / name).unlink()
     (folder / name).mkdir()
 
 
 def sent_away(save_id: str, folder: Path, outside: Path) -> None:
-    """The manifest, sealed again, has a path as id of the save, which is part of its files' names."""
+    """Seal a manifest whose save id is a path. The id is part of the names of its files."""
     (path,) = folder.glob("manifest-*")
     record = {**json.loads(path.read_bytes()), "save_id": save_id.format(outside=outside)}
     del record["checksum"]
@@ -115,7 +118,7 @@ def sent_away(save_id: str, folder: Path, outside: Path) -> None:
 
 
 def redirected(where: str, folder: Path, outside: Path) -> None:
-    """DCP's metadata names files elsewhere; `sub` is a link to there."""
+    """Let DCP's metadata name files outside; `sub` is a link to there."""
     (folder / "sub").symlink_to(outside)
     metadata = pickle.loads((folder / ".metadata").read_bytes())
     for info in metadata.storage_data.values():
@@ -124,7 +127,7 @@ def redirected(where: str, folder: Path, outside: Path) -> None:
 
 
 def met(good: Copy, other: Copy, trick: Trick, *uses: Load) -> str:
-    """What came of using a copy that was made hostile: "refused", or the first thing that is worse."""
+    """How the uses of a hostile copy ended: "refused", or the first worse ending."""
     place = good.root.with_name("tried")
     shutil.rmtree(place, ignore_errors=True)
     folder, outside = place / "checkpoint", place / "outside"
@@ -137,7 +140,7 @@ def met(good: Copy, other: Copy, trick: Trick, *uses: Load) -> str:
 
 
 def used(use: Load, folder: Path, outside: Path) -> str:
-    """What came of one use: whether it waited at a pipe, opened anything outside, or was refused."""
+    """How one use ended: whether it waited at a pipe, opened anything outside, or was refused."""
     refusals = (Exception, CheckpointException) if use is load_dcp else REFUSALS
     pipes = [path for path in folder.rglob("*") if path.is_fifo()]
     with watching(outside) as was_opened, freeing(pipes) as stuck:
@@ -153,10 +156,10 @@ def used(use: Load, folder: Path, outside: Path) -> str:
 
 @contextmanager
 def watching(folder: Path) -> Iterator[Callable[[], bool]]:
-    """Whether anything in a folder was opened since, as the kernel tells: by code in C as well."""
+    """Whether anything in a folder was opened in the block, also by C code (inotify)."""
     libc = ctypes.CDLL(None, use_errno=True)
     handle = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-    for path in [path for path, _, _ in os.walk(folder)]:  # all first: walking opens folders, too
+    for path in [path for path, _, _ in os.walk(folder)]:  # list them all first: walking opens folders too
         if libc.inotify_add_watch(handle, path.encode(), IN_OPEN | IN_ACCESS) < 0:
             raise OSError(ctypes.get_errno(), "cannot watch", path)
 
@@ -174,16 +177,16 @@ def watching(folder: Path) -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def freeing(pipes: list[Path]) -> Iterator[list[Path]]:
-    """Who waits at a pipe for long is let go, and the pipe noted."""
+    """Release a reader that waits at a pipe for long, and record the pipe."""
     stuck: list[Path] = []
     done = threading.Event()
 
     def free() -> None:
         while not done.wait(PIPE_S):
             for pipe in pipes:
-                with suppress(OSError):  # which says that nobody waits
+                with suppress(OSError):  # no reader waits
                     handle = os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
-                    stuck.append(pipe)  # before whoever waits goes on
+                    stuck.append(pipe)  # before the reader continues
                     os.close(handle)
 
     thread = threading.Thread(target=free)
@@ -211,7 +214,7 @@ FITTING: State = {
 
 @dataclass(frozen=True, slots=True)
 class Misfit:
-    """One thing that is wrong with a target: what stands at a key, and what the error must say."""
+    """One mistake in a target: the value of a key, and what the error must say."""
 
     key: str
     value: Any
@@ -260,7 +263,7 @@ MISFITS = (
 
 
 def wrong_targets(full: bool, folder: Path, load: Load = milepost.load) -> FaultRow:
-    """Row 23: all cases, always; each alone, some in pairs, and the first of each key at once."""
+    """Row 23: always all cases. Each mistake alone, some in pairs, and the first of each key at once."""
     del full
     ours, theirs = Counting(), Counting()
     milepost.save(FITTING, folder / "milepost")
@@ -271,12 +274,12 @@ def wrong_targets(full: bool, folder: Path, load: Load = milepost.load) -> Fault
         ours.add(told(misfits, folder / "milepost", load))
         theirs.add(told(misfits, folder / "dcp", load_dcp))
     how = "a wrong dtype, shape, kind or key, alone, in pairs and all at once; all named in one error, nothing changed"
-    note = "Not tried: a value in the target (not a tensor) of another Python type; both replace it by what was saved."
+    note = "Not tried: a value (not a tensor) of another Python type in the target. Both replace it by what was saved."
     return FaultRow(23, "a target that does not fit", how, ours.tally, frozenset({"all named"}), theirs.tally, note)
 
 
 def told(misfits: tuple[Misfit, ...], folder: Path, load: Load) -> str:
-    """What came of loading into a target that does not fit. Of DCP no more is asked than an error."""
+    """How loading into a target that does not fit ended. From DCP any error is enough."""
     wrong = {misfit.key: misfit.value for misfit in misfits}
     target = {key: value for key, value in {**blank(FITTING), **deepcopy(wrong)}.items() if value is not LOST}
     before = deepcopy(target)

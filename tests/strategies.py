@@ -1,7 +1,7 @@
 """What the property tests draw from, how many examples they run, and the brute force that they compare with.
 
-All examples are derived from the tests themselves, so every run draws the same ones. `MILEPOST_EXAMPLES=20` draws twenty
-times as many; `./scripts/test --fast` draws a fifth.
+All examples are derived from the tests themselves, so every run draws the same ones. `MILEPOST_EXAMPLES=20` draws
+twenty times as many; `./scripts/test --fast` draws a fifth.
 """
 
 import math
@@ -74,13 +74,13 @@ def meshes(draw: st.DrawFn, ranks: Sequence[int], max_axes: int = 3, max_axis: i
 
 @cache
 def _cuts(dims: int) -> st.SearchStrategy[Cut | None]:
-    """What a mesh axis can do to a tensor of so many dimensions; plain cuts more often than strided ones."""
+    """What a mesh axis can do to a tensor of `dims` dimensions; plain cuts more often than strided ones."""
     return st.sampled_from([None, *(Cut(dim, stride) for stride in (1, 1, 1, 2, 3, 5) for dim in range(dims))])
 
 
 @st.composite
 def grids(draw: st.DrawFn, shape: Shape, ranks: Sequence[int], max_axes: int = 3) -> Grid:
-    """Grids of some of these ranks that can cut a tensor of this shape; several axes may cut one dimension, with strides."""
+    """Grids of some of these ranks that can cut a tensor of this shape. Axes may share a dimension, with strides."""
     mesh = draw(meshes(ranks, max_axes))
     return Grid(mesh, tuple(draw(_cuts(len(shape))) for _ in mesh.shape))
 

@@ -1,4 +1,4 @@
-"""The house stays in order: imports point down, nothing is in a circle, the core is pure, public names are documented."""
+"""The house stays in order: imports point down, without cycles; the core is pure; public names are documented."""
 
 import ast
 import inspect
@@ -29,7 +29,7 @@ LAYERS = [
     ["steps"],
     ["", "dcp", "testing"],
 ]
-"""Folders and modules, bottom to top, as docs/explanation/design.md draws them. Those on one line do not import each other."""
+"""Folders and modules, bottom to top, as in docs/explanation/design.md. Those on one line do not import each other."""
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}
 PURE |= {"numpy", "operator", "types", "xxhash"}
 
@@ -135,7 +135,8 @@ def test_no_module_takes_another_ones_private_names():
 
 
 def test_torch_free_modules_do_not_bring_torch_in():
-    code = "import sys, milepost, milepost.checkpoint, milepost.state.values, milepost.testing; assert 'torch' not in sys.modules"
+    code = "import sys, milepost, milepost.checkpoint, milepost.state.values, milepost.testing\n"
+    code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -1,4 +1,4 @@
-"""Hostile checkpoints: every attack of the corpus ends in an error of ours, or does no harm."""
+"""Hostile checkpoints: every attack of the corpus ends in an error of Milepost, or does no harm."""
 
 import json
 import os

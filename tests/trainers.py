@@ -1,4 +1,4 @@
-"""Trainers for tests: processes that can be killed, with their rank 0 as the host of the job's store, as in a real job."""
+"""Trainers for tests: processes that can be killed. Rank 0 hosts the job's store, as in a real job."""
 
 import errno
 import faulthandler
@@ -76,7 +76,7 @@ class Job:
             self.tell(rank, (work, args))
 
     def call(self, work, *args, within_s=ANSWER_S):
-        """What `work(trainer, *args)` gives on each rank. Fails with the traceback of a rank that raises, dies or hangs."""
+        """The results of `work(trainer, *args)`. Fails with the traceback of a rank that raises, dies or hangs."""
         self.send(work, *args)
         deadline = time.monotonic() + within_s
         answers, failed = [], []
@@ -172,7 +172,7 @@ def writers_of(trainer):
 
 
 def runs(pid):
-    """Whether a process runs; one that has ended and that nobody waited for does not."""
+    """Whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
     except OSError:
@@ -285,7 +285,7 @@ def attempt(trainer, where, number=1):
 
 
 def keep_saving(trainer, folder, prewarmed):
-    """Save ever newer states to ever new places until killed. Says which are staged; if a save fails, gives the error."""
+    """Save new states to new places until killed. Reports which are staged; returns the error of a save that fails."""
     open_saver(trainer, prewarmed)
     trainer.say("up")
     try:

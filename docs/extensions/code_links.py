@@ -1,7 +1,7 @@
 """Code in the text of a page that is a full name, such as `milepost.save` or `torch.load`, becomes a link.
 
-So the Markdown stays plain, and reads well elsewhere. A name of milepost that does not exist, or a name of torch that is
-not in docs/inventory/torch.txt, is a warning: the build fails.
+So the Markdown stays plain, and reads well elsewhere. A name of milepost that does not exist, or a name of torch that
+is not in docs/inventory/torch.txt, is a warning: the build fails.
 """
 
 import importlib

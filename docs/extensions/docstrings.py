@@ -1,7 +1,7 @@
-"""Docstrings are plain text with `code` in backticks, indented blocks, `>>>` examples and lists. Sphinx gets reST of it.
+"""Docstrings are plain text with `code` in backticks, indented blocks, `>>>` examples and lists. Sphinx gets reST.
 
-A line that starts with an option (`name`: or `name=value`:) starts an item of a list. A name of the public API becomes a
-link. Everything else is text: no docstring can hold markup by accident.
+A line that starts with an option (`name`: or `name=value`:) starts an item of a list. A name of the public API becomes
+a link. Everything else is text: no docstring can hold markup by accident.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""Real processes: a rank raises, is late, or is killed in each step of a save and a load; the others raise, and name it."""
+"""Real processes: a rank raises, is late, or is killed in each step of a save and a load. The others name it."""
 
 import os
 import signal
@@ -68,7 +68,7 @@ def test_a_rank_that_dies_or_is_late_in_any_step_is_named_by_all_others(tmp_path
         assert fine
         # A step in which only the coordinator speaks is left before anyone notices: the next one tells.
         assert f"rank {VICTIM} did not come to" in met, met
-        assert took < 4, "nobody waits longer than the deadline and the grace"
+        assert took < 4, "no rank waits longer than the deadline and the grace"
     if kind == "die":
         assert outcomes[VICTIM] is None
     else:

@@ -19,7 +19,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 
 
 def same(one, two):
-    """Equal in type, structure, order and every bit. Classes of namedtuples are told by name and fields."""
+    """Equal in type, structure, order and every bit. Namedtuples are compared by name and fields."""
     if hasattr(one, "_fields") and hasattr(two, "_fields"):
         return (type(one).__name__, one._fields) == (type(two).__name__, two._fields) and same(tuple(one), tuple(two))
     if type(one) is not type(two):
@@ -72,7 +72,7 @@ def blank(value):
 
 
 def test_the_golden_checkpoint_is_the_one_that_was_made_once():
-    """Whoever makes it anew must change this line, and thereby say so: the seal covers every byte of every file."""
+    """The seal covers every byte of every file. A change to the golden files has to change this line too."""
     manifest = (GOLDEN / "manifest-00000001.json").read_bytes()
     assert json.loads(manifest)["version"] == 1
     assert json.loads(manifest)["checksum"] == "d311ccee03cc7bb4"

@@ -1,4 +1,4 @@
-"""An error on one rank reaches all; values and replicas that disagree are told; rank-private state is first class."""
+"""An error on one rank reaches all; values and replicas that differ are reported; rank-private state is supported."""
 
 import threading
 

@@ -155,7 +155,7 @@ def files_in(folder):
 
 
 def come_to(gate):
-    """Say that somebody is here, and wait until it is open."""
+    """Report that the gate is reached, and wait until it is open."""
     gate.with_suffix(".reached").touch()
     deadline = time.monotonic() + TIMEOUT_S
     while not gate.exists():
@@ -164,7 +164,7 @@ def come_to(gate):
 
 
 class GatedStore(LocalStore):
-    """Writes no data before a gate is open, which is a file, so that it works between processes."""
+    """Writes no data before a gate is open. The gate is a file, so that it works between processes."""
 
     def __init__(self, root, gate):
         super().__init__(root)
@@ -188,7 +188,7 @@ class GatedStore(LocalStore):
 
 
 class FailingStore(LocalStore):
-    """Has no room at the `at`-th call of one kind: "writer", "write", "commit" (of data), "create" (of the manifest)."""
+    """Has no room at the `at`-th call of a kind: "writer", "write", "commit" (of data), "create" (of the manifest)."""
 
     def __init__(self, root, call, at=1):
         super().__init__(root)

@@ -136,7 +136,7 @@ def test_saver_keeps_its_memory_across_structures(saver, tmp_path):
             pending.result(TIMEOUT_S)
             assert content(tmp_path / name) == expected, name
             versions.setdefault(name, []).append(arena.version)
-    assert len({v for name, seen in versions.items() for v in seen[name == "small" :]}) == 1, "made anew only to grow"
+    assert len({v for name, seen in versions.items() for v in seen[name == "small" :]}) == 1, "reallocated only to grow"
 
 
 def test_structure_changed_on_one_rank_is_saved_beside_unstaged_data(team, tmp_path):

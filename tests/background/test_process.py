@@ -1,4 +1,4 @@
-"""Saves by a process of their own: what is staged is finished whoever is killed, whole or absent, and nothing stays behind."""
+"""Saves by a writing process: a staged save is finished even if the trainer is killed, and nothing is left behind."""
 
 import os
 import random
@@ -69,7 +69,7 @@ def kill_trial(folder, world, victims, moment_s, prewarmed):
         staged = min(last_staged(job, rank) for rank in range(world))
         found = {int(place.name): holds(place) for place in Path(folder).iterdir()}
         assert all(there in (number, None) for number, there in found.items()), found
-        # The first save starts the process, unless somebody did before: it is staged while that is not yet up.
+        # The first save starts the process, unless it is prewarmed: the state is staged before the process is up.
         promised = range(1 if prewarmed else 2, staged + 1)
         assert [found.get(number) for number in promised] == list(promised)
         whole = sum(there is not None for there in found.values())
@@ -295,7 +295,7 @@ def test_saves_of_changing_size_leave_nothing_behind(tmp_path, alone):
     mib = 1 << 20
     alone.call(save_sizes, tmp_path / "a", [8 * mib, 12 * mib, 100])
     before = [footprint(pid) for pid in pids]
-    # Ever more memory, so that it is made anew each time, and small states in between.
+    # Growing sizes, so that new memory is allocated each time, and small states in between.
     alone.call(save_sizes, tmp_path / "a", [size for i in range(13, 23) for size in (i * mib, 1000 * i)])
     after = [footprint(pid) for pid in pids]
     for (files, maps, kib), (files_after, maps_after, kib_after) in zip(before, after, strict=True):

@@ -1,4 +1,4 @@
-"""The benchmark of asynchronous saves runs, cleans up, and gives rows for its bars. Nothing here looks at how fast it all is."""
+"""The benchmark of asynchronous saves runs, cleans up, and has a row for each bar. Speed is not tested here."""
 
 import json
 import signal

@@ -1,4 +1,4 @@
-"""The benchmark of the data path runs, cleans up, and gives a row for every bar. Nothing here looks at how fast anything is."""
+"""The benchmark of the data path runs, cleans up, and has a row for every bar. Speed is not tested here."""
 
 import inspect
 import json

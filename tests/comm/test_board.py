@@ -250,7 +250,7 @@ def test_coordinator_interrupted_before_its_note_tells_why():
 
 
 def test_failures_of_different_kinds_are_raised_as_none_of_them():
-    """Whoever handles one kind must not be given the other."""
+    """An `except` for one kind must not catch the other."""
     kinds = [milepost.InvalidState, milepost.StorageError, milepost.InvalidState]
 
     def work(comm):

@@ -117,14 +117,14 @@ def test_of_racing_savers_one_wins_each_round_and_the_others_are_told(tmp_path):
 
 
 def test_a_save_under_way_is_not_disturbed_by_the_sweep_of_another(tmp_path):
-    """The slow saver aims at the generation after the quick one's: its unfinished data must survive the quick one's sweep."""
+    """The slow save aims at the generation after the quick one. The quick one's sweep must not touch its data."""
     store = LocalStore(tmp_path)
     milepost.save(state(1), store)
 
     class Slow(CountingStore):
         def before(self, number, call):
             if call.startswith("create manifest-00000003"):
-                # Everything is written and aims at 3. Whoever sweeps generation 2 now must leave it alone.
+                # Everything is written and aims at 3. A sweep of generation 2 must not touch it.
                 sweep(store, milepost.open(store).manifest)
 
     milepost.save(state(2), store)

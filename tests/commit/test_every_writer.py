@@ -1,4 +1,4 @@
-"""Atomic and durable, whoever writes: `save`, a planner's save, `milepost.dcp.save` and `convert` commit alike."""
+"""Every writer is atomic and durable: `save`, a planner's save, `milepost.dcp.save` and `convert` commit alike."""
 
 import errno
 import multiprocessing as mp

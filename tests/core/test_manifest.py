@@ -387,7 +387,7 @@ def test_changed_text_is_refused_or_passes_all_checks(data):
     except ValueError:
         return
     except LookupError as error:
-        if type(error) is not LookupError:  # only a version may say so; a KeyError would be a bug of ours
+        if type(error) is not LookupError:  # only a version may raise it; a KeyError would be a bug of Milepost
             raise
         return
     check(manifest)

@@ -1,4 +1,4 @@
-"""Runs of elements and of bytes, against brute force: what the data path cuts blocks into, and what it checks them by."""
+"""Runs of elements and of bytes, against brute force: the data path cuts blocks into them and checks with them."""
 
 import math
 from itertools import pairwise

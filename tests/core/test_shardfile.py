@@ -211,7 +211,9 @@ HOSTILE = {
     "deep nesting": b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}",
     "deep nesting in the notes": b'{"__metadata__": ' + b'{"a":' * 200_000 + b"1" + b"}" * 200_000 + b"}",
     "a long number": b'{"a": {"dtype": "U8", "shape": [' + b"9" * 10_000 + b'], "data_offsets": [0, 1]}}',
-    "an empty file with a table of negative length": b'{"@checksums":{"dtype":"U64","shape":[-1],"data_offsets":[0,-8]}}',
+    "an empty file with a table of negative length": (
+        b'{"@checksums":{"dtype":"U64","shape":[-1],"data_offsets":[0,-8]}}'
+    ),
 }
 
 

@@ -210,7 +210,7 @@ def test_claimed_holder_that_did_not_save_is_reported():
     everyones = Boxes((Held(Box((0,), (2,)), "0"), Held(Box((2,), (2,)), "1")))
     tables = {0: table([row(layout=everyones)]), 1: table()}
     merged = merge_tables(by_digest(tables))
-    assert merged.problems, "the half of rank 1 would be in the manifest, and nobody would write it"
+    assert merged.problems, "the half of rank 1 would be in the manifest, and no rank would write it"
 
 
 def test_a_key_that_is_a_tensor_here_and_a_value_there_is_a_problem():

@@ -115,7 +115,7 @@ def rebuilt(flat: Flat) -> Any:
 
 
 def same(one: Any, two: Any) -> bool:
-    """Whether types, keys, order and leaves are the same; a namedtuple comes back as a class of the same name and fields."""
+    """Whether types, keys, order and leaves are the same. Namedtuples are compared by name and fields."""
     if isinstance(one, Mark):
         return one == two
     if is_namedtuple(one):

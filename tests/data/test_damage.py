@@ -69,7 +69,7 @@ def verified(where):
 
 
 def loads_wrong_data(where):
-    """Whether a load gives anything but the right data or an error of ours."""
+    """Whether a load gives anything but the right data or an error of Milepost."""
     target = small_target()
     try:
         milepost.load(target, where)

@@ -1,4 +1,4 @@
-"""What docs/how-to/from-dcp.md lists: where a program that was written for DCP sees something else, and what it then does."""
+"""What docs/how-to/from-dcp.md lists: where a program written for DCP sees something else, and what to do then."""
 
 import argparse
 import json

@@ -75,7 +75,7 @@ def test_planner_error_on_one_rank_is_raised_on_all(tmp_path):
 
 
 def local_steps_fail(dcp, rank, folder):
-    """Planners that leave the global plan alone: nobody gathers plans then."""
+    """Planners that do not override the global plan: plans are not gathered then."""
 
     def failing_at(step):
         class Planner(dcp.DefaultSavePlanner):

@@ -18,15 +18,15 @@ LEFT_OUT = {
 }
 UNDERSCORED = {
     "api": "_wrap_exception _is_wrapped_exception WRAPPED_EXCEPTION",
-    "default_planner": "_EmptyStateDictLoadPlanner _validate_global_plan _create_default_local_metadata _check_box_overlap "
-    "_check_box_bounds",
+    "default_planner": "_EmptyStateDictLoadPlanner _validate_global_plan _create_default_local_metadata "
+    "_check_box_overlap _check_box_bounds",
     "filesystem": "_write_item _StoragePrefix _StorageInfo _split_by_size_and_type _generate_uuid DEFAULT_SUFFIX "
     "_item_size _metadata_fn _OverlappingCpuLoader _SerialCpuLoader _TensorLoader",
     "planner_helpers": "_create_read_items _create_write_items _create_default_metadata_only_plan _init_state_dict "
     "_iterate_state_dict _compare_save_plans _merge_delta_local_plans _contains_usable_plan _create_chunk_list "
-    "_create_chunk_from_tensor _create_chunk_from_dtensor _create_write_items_for_dtensor _create_write_item_for_tensor "
-    "_create_write_item_for_bytesio _create_write_item_for_shard _create_read_item_for_tensor _create_read_item_for_byteio "
-    "_chunk_for_shard _sharded_tensor_metadata",
+    "_create_chunk_from_tensor _create_chunk_from_dtensor _create_write_items_for_dtensor "
+    "_create_write_item_for_tensor _create_write_item_for_bytesio _create_write_item_for_shard "
+    "_create_read_item_for_tensor _create_read_item_for_byteio _chunk_for_shard _sharded_tensor_metadata",
     "resharding": "_check_shard_metadata_pair_overlap _shards_get_overlap_region_wrt_saved_tensor",
     "state_dict": "_patch_model_state_dict _patch_optimizer_state_dict",
     "state_dict_loader": "_load_state_dict _load_state_dict_from_keys",

@@ -1,4 +1,4 @@
-"""The faults of damage, foreign files, hostile folders and wrong targets: all are met well, and what is not is noticed."""
+"""Damage, foreign files, hostile folders and wrong targets: every trial ends well, and a bad ending is noticed."""
 
 from functools import partial
 

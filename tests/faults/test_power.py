@@ -1,4 +1,4 @@
-"""Power cuts and full disks: the model of a disk loses what it should, does what LocalStore does, and finds no lost save."""
+"""Power cuts and full disks: the model loses what it should, does what LocalStore does, and finds no lost save."""
 
 import errno
 import os

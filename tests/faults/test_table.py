@@ -1,6 +1,7 @@
-"""The table of faults: rows come in order, what is missing is said, and what broke a promise shows. Nothing is broken here."""
+"""The table of faults: rows in order, missing rows with a reason, broken promises visible. No fault is made here."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -33,7 +34,8 @@ from faults.rows import FaultRow, Tally
 def rows(full, folder):
     (folder / "left behind").write_text("x")
     for number in (902, 901):
-        yield FaultRow(number, "a fault", "by hand", Tally({"fine": 2 if full else 1}), frozenset({"fine"}), None, str(folder))
+        tally = Tally({"fine": 2 if full else 1})
+        yield FaultRow(number, "a fault", "by hand", tally, frozenset({"fine"}), None, str(folder))
 """
 
 
@@ -81,11 +83,31 @@ def test_the_json_has_one_object_for_each_row():
 def test_page_shows_counts_machine_table_and_escaped_notes():
     text = faults.markdown(ALL, "one machine\nwith a disk", full=True)
     assert text.startswith("# Faults\n")
-    assert "7 trials of Milepost" in text
-    assert "3 of DCP; 1 of 3 rows kept the promise, 1 were not run" in text
+    counts = "7 trials of Milepost and 3 of DCP; 1 of 3 rows kept the promise, 1 were not run."
+    assert counts in " ".join(text.split())
     assert "    one machine\n    with a disk\n" in text
     assert "| 13 | a fault | 3 fine; 1 lost |  | NO |" in text
     assert "* **13** By hand. A \\| b &lt;c>." in text
+
+
+def test_prose_of_the_page_ends_at_120_columns():
+    long = Results((row(1, {"fine": 1}, note="some words " * 50),), {}, {"faults.power": "RuntimeError: " + "no " * 60})
+    lines = faults.markdown(long, "one machine", full=True).splitlines()
+    assert all(len(line) <= 120 or line.startswith("|") for line in lines)
+    assert sum(line.startswith("  ") and not line.startswith("    ") for line in lines) > 4, "items continue indented"
+
+
+def test_the_page_in_the_docs_is_what_the_generator_writes():
+    """Its fixed paragraphs are those of today's code, and every paragraph of it is wrapped as the code wraps."""
+    page = (Path(faults.__file__).parents[1] / "docs" / "explanation" / "faults.md").read_text()
+    fixed = [text for text in faults.markdown(ALL, "", full=True).split("\n\n") if text.startswith(("What", "*old*"))]
+    assert len(fixed) == 2
+    assert all(text in page for text in fixed)
+    items = re.findall(r"^\* .*(?:\n  .*)*", page, re.MULTILINE)
+    assert len(items) > 25
+    words = [item.split() for item in items]
+    again = tuple(FaultRow(int(w[1].strip("*")), "", " ".join(w[2:]), Tally({}), frozenset()) for w in words)
+    assert "\n".join(items) in faults.markdown(Results(again, {}, {}), "", full=True)
 
 
 def test_a_long_note_is_cut():

@@ -1,4 +1,4 @@
-"""Loading reports everything at once, and allows only what it was told to."""
+"""Loading reports everything at once, and allows only what the options allow."""
 
 import pytest
 import torch

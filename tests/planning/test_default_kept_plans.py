@@ -169,7 +169,7 @@ def test_changed_rank_count_is_reported_once_then_planned_anew():
 
 
 class Half(DefaultSavePlanner):
-    """Saves floats in half precision, while it is told to: the example that people write."""
+    """Saves floats in half precision while `half` is set: the planner that people write."""
 
     half = True
 

@@ -21,7 +21,7 @@ from tests.ranks import spawn
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples"))
 
 
-# ---- one format, whoever plans
+# ---- one format for all planners
 
 
 @pytest.mark.parametrize("planner", [DefaultSavePlanner, Central, type("Local", (DefaultSavePlanner,), {}), None])

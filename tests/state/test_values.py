@@ -483,7 +483,7 @@ def test_json_nested_deeper_than_any_saved_value_is_refused(word):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["dict", "set", "frozenset"])
 def test_many_keys_that_hash_alike_are_refused_at_once(kind):
-    """A dict of them would take minutes; nobody has them by chance."""
+    """A dict of them would take minutes. They do not occur by chance."""
     alike = [i * (2**61 - 1) for i in range(100_000)]
     spelled = [Codec().encode(key, "x") for key in alike]
     with pytest.raises(ValueError, match="the same hash"):

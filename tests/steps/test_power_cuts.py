@@ -1,4 +1,4 @@
-"""Steps after a power cut: what is listed is whole, the newest whole one is restored, and what was removed stays removed.
+"""Steps after a power cut: listed steps are whole, the newest whole one is restored, and removed steps stay removed.
 
 The disk is a model of one (`UnsyncedStore`): it may keep any part of what was not synced.
 """
@@ -24,14 +24,14 @@ def state(number):
 
 
 def states_of(store, first, draws):
-    """What each moment may leave: nothing that was not synced, all of it, all but one call, just one, and some by chance.
+    """What each moment may leave of the unsynced calls: none, all, all but one, just one, and random ones.
 
-    The same state at a later moment is not given again.
+    The same state at a later moment is not yielded again.
     """
     dice, seen = random.Random(draws), set()
     for at in range(first, len(store.journal) + 1):
         unsynced = {}
-        store.after_power_cut(unsynced.setdefault, at)  # asks for each of them, and is told None
+        store.after_power_cut(unsynced.setdefault, at)  # asks for each of them, and gets None
         choices = [lambda _: False, lambda _: True]
         for one in unsynced:
             choices += [lambda call, one=one: call != one, lambda call, one=one: call == one]
@@ -81,7 +81,7 @@ def test_a_step_that_retention_removed_is_whole_or_not_listed():
     store = UnsyncedStore()
     keeper = Checkpointer(store, keep_last=1)
     keeper.save(state(1), 1)
-    keeper.save(state(11), 1)  # with a sweep that nobody synced
+    keeper.save(state(11), 1)  # with a sweep that is not synced
     first = len(store.journal)
     keeper.save(state(2), 2)
     second = len(store.journal)
@@ -147,7 +147,7 @@ def test_removal_finished_by_another_save_survives_a_power_cut(saved_next):
 @pytest.mark.slow
 @pytest.mark.parametrize("what", ["remove", "save"])
 def test_two_jobs_at_one_step_leave_nothing_that_is_listed_and_not_whole(what):
-    """One removes it; at each of its calls in turn, the other removes it too, or saves it anew."""
+    """One job removes it. At each of its calls in turn, the other job removes it too, or saves it again."""
     at, done = 0, False
     while not done:
         at += 1

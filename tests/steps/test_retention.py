@@ -115,7 +115,7 @@ def test_nothing_is_removed_in_favour_of_a_step_that_is_not_whole(tmp_path, capl
     with caplog.at_level(logging.WARNING, "milepost"):
         keeper.save(state(4), 4)
         keeper.save(state(5), 5)
-    assert keeper.steps() == [5, 9], "9 does not count, and is left for somebody to look at"
+    assert keeper.steps() == [5, 9], "9 does not count, and is kept for inspection"
     assert sum("does not count" in r.getMessage() for r in caplog.records) == 1, "told once"
     assert keeper.restore(state(0)) == 5
 

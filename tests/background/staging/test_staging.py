@@ -136,7 +136,7 @@ def test_memory_is_kept_while_it_is_enough_and_is_new_when_it_grows():
         arena.free()
         assert (arena.capacity, arena.handle, arena.data.numel()) == (0, -1, 0)
         arena.reserve(1, pinned=False)
-        assert arena.version == 3, "whoever mapped the old memory must map this"
+        assert arena.version == 3, "a process that mapped the old memory must map this one"
         arena.free()
 
 

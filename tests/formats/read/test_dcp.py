@@ -111,7 +111,7 @@ def test_a_planner_that_does_not_flatten_is_read(tmp_path):
 
 
 def test_records_of_older_versions_are_read(tmp_path):
-    """The properties of a tensor were a class of another module; items had no extensions, and paths stood in the metadata."""
+    """Properties of a tensor were a class of another module, items had no extensions, and the metadata had paths."""
     from torch.distributed._shard.sharded_tensor.metadata import TensorProperties
 
     def change(metadata):

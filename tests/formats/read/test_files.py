@@ -1,4 +1,4 @@
-"""Files of `torch.save` and safetensors files, alone and as folders of Hugging Face, are opened and loaded as they are."""
+"""`torch.save` files, and safetensors files alone and as Hugging Face folders, are opened and loaded as they are."""
 
 import collections
 import io

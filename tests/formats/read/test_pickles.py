@@ -1,4 +1,4 @@
-"""The machine that reads pickles gives the same plain data as Python's, and runs nothing. The attacks are in `attacks/`."""
+"""The reader of pickles returns the same plain data as Python's, and runs nothing. The attacks are in `attacks/`."""
 
 import collections
 import contextlib

@@ -1,4 +1,4 @@
-"""Hugging Face folders: files that are byte for byte those of safetensors itself, from checkpoints and from live states."""
+"""Hugging Face folders from checkpoints and live states: the files are byte for byte those of safetensors itself."""
 
 import itertools
 import math
