@@ -60,7 +60,7 @@ def test_data_path_gives_a_row_for_every_bar_and_cleans_up(tmp_path):
         command(work, "--json", str(results)), capture_output=True, text=True, timeout=150, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("How near saves and loads come")
+    assert done.stdout.startswith("How close saves and loads come")
     assert not list(work.iterdir())
 
     rows = json.loads(results.read_text())
