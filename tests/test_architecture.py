@@ -169,3 +169,17 @@ def test_functions_fit_a_screen_and_files_can_be_read_in_one_sitting():
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.body[0].lineno
                 assert length <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def test_class_names_are_unique():
+    places = {}
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name.lstrip("_"), []).append(name)
+    assert {known: found for known, found in places.items() if len(found) > 1} == {}, "one noun for one thing"
+
+
+def test_few_modules_stand_beside_the_folders():
+    beside = {path.stem for path in ROOT.glob("*.py")} - {"__init__"}
+    assert beside == {"api", "checkpoint", "errors", "version"}

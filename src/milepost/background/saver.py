@@ -53,7 +53,7 @@ class SaveWork:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SaveCall:
     """A call of `save`, with its options checked. `wrong`: what is wrong with them, which all ranks have to hear."""
 
     state: Any
@@ -154,13 +154,15 @@ class AsyncSaver:
         except Exception as error:  # noqa: BLE001  # raised below, once the other ranks can hear of it
             way, made, wrong = self._stage, make_options(), error
         optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        call = _Call(state, path, made, way, optimizers, then, wrong)
+        call = _SaveCall(state, path, made, way, optimizers, then, wrong)
         if planner is None and storage_writer is None:
             work = SaveWork(store_at(required(path)), made, _describing(state, made), then)
             return self.begin(work, way, optimizers, refused=wrong)
         return self._save_with(call, planner, storage_writer)
 
-    def _save_with(self, call: _Call, planner: SavePlanner | None, storage_writer: StorageWriter | None) -> PendingSave:
+    def _save_with(
+        self, call: _SaveCall, planner: SavePlanner | None, storage_writer: StorageWriter | None
+    ) -> PendingSave:
         self.check_open()
         if storage_writer is None:
             storage_writer = writer_at(required(call.path), call.options)
@@ -176,7 +178,7 @@ class AsyncSaver:
             case LocalPlanner() | GlobalPlanner():
                 return self._save_planned(call, chosen)
 
-    def _save_planned(self, call: _Call, chosen: LocalPlanner | GlobalPlanner) -> PendingSave:
+    def _save_planned(self, call: _SaveCall, chosen: LocalPlanner | GlobalPlanner) -> PendingSave:
         from milepost.background.staging.state_copy import copied_state  # noqa: PLC0415  # slow to import
 
         state, path, options, then = call.state, call.path, call.options, call.then

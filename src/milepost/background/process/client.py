@@ -15,7 +15,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from milepost.background.process.messages import Cancel, Ended, Meeting, Memory, Order, Ranks, Told, unpack_error
+from milepost.background.process.messages import Cancel, Ended, MeetingPlace, Memory, Order, Ranks, Told, unpack_error
 from milepost.data.transfer import Watcher
 from milepost.errors import WriterDied
 from milepost.saving.pipeline import Receipt
@@ -71,7 +71,7 @@ class Link:
         answer = self._receive(time.monotonic() + _START_S)
         if isinstance(answer, Ended):
             raise unpack_error(answer.error)
-        assert isinstance(answer, Meeting)
+        assert isinstance(answer, MeetingPlace)
         return answer.port
 
     def share(self, handle: int, size_bytes: int) -> None:

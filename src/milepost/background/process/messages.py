@@ -26,7 +26,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MeetingPlace:
     """From the process: it is ready. On the coordinator, with the port at which the ranks meet."""
 
     port: int

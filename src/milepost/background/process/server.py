@@ -24,7 +24,17 @@ from typing import Any, NoReturn, cast
 
 import torch
 
-from milepost.background.process.messages import LEFT, Cancel, Ended, Meeting, Memory, Order, Ranks, Told, pack_error
+from milepost.background.process.messages import (
+    LEFT,
+    Cancel,
+    Ended,
+    MeetingPlace,
+    Memory,
+    Order,
+    Ranks,
+    Told,
+    pack_error,
+)
 from milepost.background.staging.packing import in_place_of
 from milepost.comm import BoardComm, Comm, Solo, depart
 from milepost.comm.distributed import TorchBoard, key_value_store
@@ -114,7 +124,7 @@ class WriterProcess:
     def _meet(self, ranks: Ranks) -> None:
         if ranks.size == 1:
             self._comm = Solo()
-            self._tell(Meeting(0))
+            self._tell(MeetingPlace(0))
             return
         try:
             if ranks.address is None:
@@ -125,7 +135,7 @@ class WriterProcess:
             self._store = key_value_store(address)
             board = TorchBoard(self._store, ranks.size)
             self._comm = BoardComm(board, ranks.rank, ranks.size, ranks.timeout_s, coordinator=ranks.coordinator)
-            self._tell(Meeting(address[1]))
+            self._tell(MeetingPlace(address[1]))
         except Exception as error:  # noqa: BLE001  # sent to the trainer
             self._tell(Ended(-1, None, pack_error(error), ()))
 

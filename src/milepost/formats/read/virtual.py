@@ -219,7 +219,7 @@ def _plain_dicts(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _PickledCall:
     """Pickled as a call of one of the functions below."""
 
     function: Callable[..., Any]
@@ -231,12 +231,12 @@ class _Call:
 
 def rescue_from_bytes(archive: bytes, path: Path) -> bytes:
     """A pickle that gives the value at `path` in a torch.save archive, where the caller allows pickles."""
-    return pickle.dumps(_Call(unpickled, (archive, path)))
+    return pickle.dumps(_PickledCall(unpickled, (archive, path)))
 
 
 def rescue_from_file(name: str, path: Path) -> bytes:
     """The same for an archive that is a separate file, which is read as a whole."""
-    return pickle.dumps(_Call(unpickled, (name, path)))
+    return pickle.dumps(_PickledCall(unpickled, (name, path)))
 
 
 def unpickled(archive: bytes | str, path: Path) -> Any:
