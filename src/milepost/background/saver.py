@@ -365,7 +365,7 @@ class AsyncSaver:
             receipt = write_by_thread(save, self._comm) if processes is None else write_by_process(save, processes)
         except BaseException as error:
             if self._processes is not None and is_broken(error):
-                self._processes.stop(broken=True)
+                self._processes.stop(broken=error)
             raise
         finally:
             if save.staging.result is not None:

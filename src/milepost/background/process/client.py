@@ -15,7 +15,17 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
-from milepost.background.process.messages import Cancel, Ended, MeetingPlace, Memory, Order, Ranks, Told, unpack_error
+from milepost.background.process.messages import (
+    Cancel,
+    Ended,
+    GivenUp,
+    MeetingPlace,
+    Memory,
+    Order,
+    Ranks,
+    Told,
+    unpack_error,
+)
 from milepost.data.transfer import Watcher
 from milepost.errors import WriterDied
 from milepost.saving.pipeline import Receipt
@@ -111,11 +121,10 @@ class Link:
                 assert message.receipt is not None
                 return message.receipt
 
-    def close(self, broken: bool = False) -> None:
-        """Wait until the process has ended. `broken`: other ranks may wait for it, and it tells them that it ends."""
+    def close(self, broken: BaseException | None = None) -> None:
+        """Wait until the process has ended. `broken`: why; other ranks may wait for the process, and it tells them."""
         with contextlib.suppress(OSError, WriterDied):
-            if not broken:
-                self._send("close")
+            self._send("close" if broken is None else GivenUp(str(broken)))
         self._connection.close()
         try:
             self._process.wait(_STOP_S)
@@ -161,7 +170,7 @@ class Unstarted(Link):
         del ranks
         raise WriterDied(f"the writing process could not be started: {self._error}. The next save tries again.")
 
-    def close(self, broken: bool = False) -> None:
+    def close(self, broken: BaseException | None = None) -> None:
         """Nothing to do."""
 
 

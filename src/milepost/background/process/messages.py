@@ -59,6 +59,13 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
+class GivenUp:
+    """To the process: this rank starts others, for this reason. Ranks that wait for this process hear the reason."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class Told:
     """From the process: its progress."""
 

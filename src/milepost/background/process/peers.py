@@ -91,8 +91,8 @@ class Writers:
                     self._store.add(LEFT, 1)
             raise
 
-    def close(self, broken: bool = False) -> None:
-        """Wait until the process has ended. `broken`: other ranks may wait for it, and it tells them that it ends."""
+    def close(self, broken: BaseException | None = None) -> None:
+        """Wait until the process has ended. `broken`: why; other ranks may wait for the process, and it tells them."""
         self.link.close(broken)
 
 

@@ -28,6 +28,7 @@ from milepost.background.process.messages import (
     LEFT,
     Cancel,
     Ended,
+    GivenUp,
     MeetingPlace,
     Memory,
     Order,
@@ -69,17 +70,19 @@ class WriterProcess:
     def run(self) -> None:
         """Do the trainer's orders until it is gone."""
         threading.Thread(target=self._listen, daemon=True).start()
-        closed = False
+        reason: str | None = "the trainer of this rank ended before it had handed this save over"
         while (message := self._orders.get()) is not None:
             if message == "close":
-                closed = True
+                reason = None
+            elif isinstance(message, GivenUp):
+                reason = f"the trainer of this rank gave its writing process up: {message.reason}"
             elif isinstance(message, Ranks):
                 self._meet(message)
             elif isinstance(message, Order):
                 self._save(message)
             else:
                 self._map(*message)
-        self._leave(closed)
+        self._leave(reason)
 
     def _listen(self) -> None:
         """Take messages as they come: a cancellation arrives in the middle of a save."""
@@ -184,13 +187,13 @@ class WriterProcess:
                 f"reached ({error.__cause__}). The next save starts others."
             ) from error
 
-    def _leave(self, closed: bool) -> None:
-        """End. Other ranks that go on hear of it. The coordinator's process, waits a little for them to leave."""
+    def _leave(self, reason: str | None) -> None:
+        """End. Other ranks hear the reason, if there is one. The coordinator's process waits a little for them."""
         if not isinstance(self._comm, BoardComm):
             return
         with contextlib.suppress(Exception):
-            if not closed:
-                depart(self._comm, WriterDied("the trainer of this rank ended before it had handed this save over"))
+            if reason is not None:
+                depart(self._comm, WriterDied(reason))
             left = self._store.add(LEFT, 1)
             deadline = time.monotonic() + _FAREWELL_S
             while self._server is not None and left < self._comm.size and time.monotonic() < deadline:

@@ -50,19 +50,19 @@ class WriterSupervisor:
         mine = self._starts if self.writers is not None else self._starts + 1
         try:
             chosen = broadcast(self._comm, Call("saving to", url), _CHOOSING, lambda: mine)
-        except BaseException:
-            self.stop(broken=True)  # the processes of other ranks may be waiting for this save already
+        except BaseException as error:
+            self.stop(broken=error)  # the processes of other ranks may be waiting for this save already
             raise
         if chosen > self._starts:
-            self.stop(broken=True)
+            self.stop(broken=WriterDied("the coordinator lost its writing process, and all ranks start new ones"))
         elif self.writers is None:
             raise WriterDied(
                 "the writing process of this rank died at the end of the last save, which other ranks may have "
                 "committed. This save fails on all ranks, and the next one starts new processes."
             )
 
-    def stop(self, *, broken: bool = False) -> None:
-        """End this rank's process, if it runs. `broken`: other ranks may wait for it; it tells them that it ends."""
+    def stop(self, *, broken: BaseException | None = None) -> None:
+        """End this rank's process, if it runs. `broken`: why; other ranks may wait for it, and it tells them."""
         writers, self.writers = self.writers, None
         if writers is not None:
             writers.close(broken)
