@@ -144,7 +144,7 @@ def test_all_is_complete_and_resolves():
     assert sorted(milepost.__all__) == milepost.__all__
     for name in milepost.__all__:
         assert getattr(milepost, name) is not None
-    assert set(dir(milepost)) == set(milepost.__all__)
+    assert set(dir(milepost)) == {*milepost.__all__, "dcp", "planning", "store", "testing"}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         milepost.nothing  # noqa: B018
 

@@ -56,7 +56,7 @@ def save(
     `on_difference`: what to do if values or replicas that should be equal on several ranks are not. "error" raises;
     "warn" keeps the lowest rank's.
     `compare_replicas=False`: trust that replicated tensors are equal, which saves hashing them.
-    `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh), which are refused else.
+    `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh) instead of refusing them.
     `types`: enum and dataclass types that occur in the state.
     `allow_pickle=True`: pickle values that have no plain form.
     `plans`: one `Plans()` for all saves of a job; a structure that was saved before then needs no planning.
@@ -76,7 +76,7 @@ def save(
         store = store_at(required(path))
         return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
     writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
-    writer.reset(path)  # type: ignore[arg-type]  # a caller's writer knows the places that he passes
+    writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
     match route(writer, planner):
         case NoPlanner() as chosen:
             if wrong is not None:
@@ -102,8 +102,8 @@ def load(
     byte is verified.
 
     `process_group`, `timeout_s`: as for `save`.
-    `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of your own. The first three options and `device`
-    are the planner's then.
+    `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of your own. With either, the first four options,
+    `share_reads`, `types` and `allow_pickle` have no effect: the planner decides (by default a `DefaultLoadPlanner`).
 
     Options:
     `allow_missing=True`: leave what the checkpoint lacks as it is.
@@ -131,7 +131,7 @@ def load(
     reader = storage_reader
     if reader is None:
         reader = CheckpointReader(required(path), verify=made.verify, transfer=made.transfer, progress=made.progress)
-    reader.reset(path)  # type: ignore[arg-type]  # a caller's reader knows the places that he passes
+    reader.reset(path)  # type: ignore[arg-type]  # a reader of the caller accepts the caller's paths
     expanded, put_back = expand_to_fill(state)
     load_with_planner(_unless(wrong, expanded), put_back, reader, planner, comm)
     return state
@@ -229,13 +229,13 @@ def _shared_saver(background: Background, group: Any, timeout_s: float, path: Lo
         one_of("background", background, ("thread", "process"))
     except Exception as error:
         if path is not None:
-            _SAVERS.get(group, "thread", timeout_s).refuse(path, error)  # the ranks that are right wait for this one
+            _SAVERS.get(group, "thread", timeout_s).refuse(path, error)  # the ranks with a valid option wait for it
         raise
     return _SAVERS.get(group, background, timeout_s)
 
 
 def _checked(make: Callable[..., T], options: Any, comm: Comm) -> tuple[T, Exception | None]:
-    """The options as a record; or the default ones, and the error, which the other ranks have to hear."""
+    """The options as a record; or the default ones, and the error, which is then raised on all ranks."""
     try:
         return make(**options), None
     except Exception as error:

@@ -180,7 +180,7 @@ class Checkpoint(Mapping[str, Any]):
         """What the user passed as `metadata`."""
         decoded = self._decode(self._manifest.metadata, "metadata")
         if not isinstance(decoded, dict):
-            raise CheckpointDamaged(f"{self.url}: its metadata is no dict")
+            raise CheckpointDamaged(f"{self.url}: its metadata is not a dict")
         return decoded
 
     @property

@@ -1,5 +1,6 @@
 """A wrong option on one rank is raised on every rank, at once, by every call. Nothing is saved or loaded."""
 
+import contextlib
 import time
 
 import pytest
@@ -205,3 +206,79 @@ def test_one_process(call):
     with pytest.raises(InvalidRequest, match=r"colour, shape: .* no such option"):
         call(state(), "memory://one-process", colour=1, shape=2)
     milepost.close_async()
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("call", ["save", "async_save"])
+def test_checkpointer_saves(call, odd):
+    store = MemoryStore()
+
+    def work(comm, **options):
+        with milepost.Checkpointer(store, process_group=comm) as keeper:
+            pending = getattr(keeper, call)(state(), 1, **options)
+            if call == "async_save":
+                pending.result(TIMEOUT_S)
+
+    check(outcomes(work, odd, timeout_s=3), "timeout_s: a save has no such option", odd)
+    assert not store.objects
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("verify_first", [False, True])
+def test_checkpointer_restore(verify_first, odd):
+    store, target = MemoryStore(), {"w": torch.zeros(3), "step": 0}
+    milepost.Checkpointer(store).save(state(), 1)
+
+    def work(comm, **options):
+        milepost.Checkpointer(store, process_group=comm).restore(target, verify_first=verify_first, **options)
+
+    check(outcomes(work, odd, process_group=None), "process_group: a restore has no such option", odd)
+    assert target["step"] == 0
+
+
+# Right options that differ between ranks: the coordinator's count.
+
+
+def test_ranks_that_differ_in_on_difference_write_one_checkpoint():
+    store, whole = MemoryStore(), torch.arange(2 << 20, dtype=torch.float32)
+
+    def work(comm):
+        mine = {"w": whole.clone(), "rng": milepost.PerRank(torch.ones(4 << 20))}
+        milepost.save(mine, store, process_group=comm, on_difference="warn" if comm.rank else "error")
+
+    run_ranks(2, work, timeout_s=TIMEOUT_S)
+    with milepost.open(store) as checkpoint:
+        assert checkpoint.verify().ok
+        assert torch.equal(checkpoint["w"].read(), whole)
+
+
+@pytest.mark.parametrize("coordinators", ["error", "warn"])
+def test_the_coordinators_on_difference_counts_for_all(coordinators):
+    store, other = MemoryStore(), {"error": "warn", "warn": "error"}[coordinators]
+
+    def work(comm):
+        how = coordinators if comm.rank == 0 else other
+        try:
+            milepost.save({"step": comm.rank}, store, process_group=comm, on_difference=how)
+        except milepost.RanksDisagree:
+            return "error"
+        return "warn"
+
+    with pytest.warns(RuntimeWarning, match="should be equal") if coordinators == "warn" else contextlib.nullcontext():
+        start = time.monotonic()
+        assert run_ranks(WORLD, work, timeout_s=TIMEOUT_S) == [coordinators] * WORLD
+        assert time.monotonic() - start < PROMPT_S
+
+
+@pytest.mark.parametrize("coordinators", [True, False])
+def test_the_coordinators_verify_first_counts_for_all(coordinators):
+    store = MemoryStore()
+    milepost.Checkpointer(store).save(state(), 1)
+
+    def work(comm):
+        wish = coordinators if comm.rank == 0 else not coordinators
+        return milepost.Checkpointer(store, process_group=comm).restore(state(), verify_first=wish)
+
+    start = time.monotonic()
+    assert run_ranks(WORLD, work, timeout_s=TIMEOUT_S) == [1] * WORLD
+    assert time.monotonic() - start < PROMPT_S

@@ -33,12 +33,12 @@ def run_in_thread(pending: PendingSave, save: Callable[[], Receipt]) -> None:
     try:
         thread.start()
     except RuntimeError as error:
-        _log.warning("%s: the save to %s is made in front", error, pending.url)
+        _log.warning("%s: the save to %s runs in the foreground", error, pending.url)
         run()
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop what the functions held that an error went through: much of the state is among it, and errors are kept."""
+    """Clear the frames of an error: they hold much of the state, and the error is kept."""
     errors, seen = [error], set[int]()
     while errors:
         one = errors.pop()

@@ -54,7 +54,7 @@ class SaveWork:
 
 @dataclass(frozen=True, slots=True)
 class _SaveCall:
-    """A call of `save`, with its options checked. `wrong`: what is wrong with them, which all ranks have to hear."""
+    """A call of `save`, with its options checked. `wrong`: what is wrong with them, to be raised on all ranks."""
 
     state: Any
     path: Location | None
@@ -106,9 +106,9 @@ class AsyncSaver:
         self._when_busy: WhenBusy = one_of("when_busy", when_busy, ("wait", "refuse"))
         self._stage: Way = one_of("stage", stage, _WAYS)
         if staging_bytes is not None and staging_bytes < 0:
-            raise InvalidRequest(f"staging_bytes is not negative, as {staging_bytes} is")
+            raise InvalidRequest(f"staging_bytes is 0 or more, not {staging_bytes}")
         ranks = ranks_of(process_group, timeout_s)
-        # Apart from the calls in front. The process group is not kept: it may be destroyed before this saver is closed.
+        # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
         self._comm, self._asking = ranks.secondary(), ranks.secondary()
         in_process = background == "process"
         self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
@@ -184,7 +184,7 @@ class AsyncSaver:
         state, path, options, then = call.state, call.path, call.options, call.then
 
         def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
-            chosen.writer.reset(path)  # type: ignore[arg-type]  # a caller's writer knows the places that he passes
+            chosen.writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
             receipt = save_with_planner(copied, chosen, comm, options)
             after_commit(comm, receipt.url, then)
             return receipt
@@ -193,9 +193,9 @@ class AsyncSaver:
         return self.begin_copied(place, lambda: copied_state(state), write, refused=call.wrong)
 
     def refuse(self, path: Location, error: BaseException) -> NoReturn:
-        """Take part in the save that the other ranks begin, in order to fail it with this error, on all of them.
+        """Join the save that the other ranks begin, and fail it with this error on all ranks.
 
-        Raises it, or the error of an earlier save that the caller did not ask for.
+        Raises the error, or that of an earlier save that the caller did not ask for.
         """
         options = make_options()
         self.begin(SaveWork(store_at(path), options, _describing({}, options)), refused=error)
@@ -286,7 +286,7 @@ class AsyncSaver:
         except Exception as failed:  # noqa: BLE001  # the error that is on its way must not be hidden
             _log.error("a save in the background failed too: %s", failed, exc_info=failed)
 
-    # For callers inside Milepost, who bring a description of the state, or their own way of writing.
+    # For callers inside Milepost that pass a description of the state, or their own function for writing.
 
     def begin(
         self,
@@ -315,7 +315,7 @@ class AsyncSaver:
         except Exception as error:
             if self._comm.size == 1:
                 raise
-            trouble = error  # the others hear of it where they wait, in the background
+            trouble = error  # raised on the others in the background, where they wait
         work = replace(work, describing=_was_described)  # which would keep the state
         url = work.store.url
         pending = PendingSave(url, staging.done, staging.unread) if staging else PendingSave(url, _set())
@@ -349,7 +349,7 @@ class AsyncSaver:
         return pending
 
     def _fail(self, url: str, take_part: Callable[[PendingSave], Receipt]) -> None:
-        """Let the others, who wait in the background, hear of an error that is raised here."""
+        """Raise this rank's error on the other ranks too, which wait in the background."""
         if self._comm.size > 1:
             pending = PendingSave(url, _set())
             pending.mark_told()

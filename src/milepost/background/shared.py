@@ -1,4 +1,4 @@
-"""The savers behind functions that have no saver of their own."""
+"""The savers behind `milepost.async_save`, `prewarm` and `close_async`."""
 
 import logging
 import threading

@@ -20,7 +20,7 @@ Then = Callable[[Comm], None]
 
 @dataclass(frozen=True, slots=True)
 class StagedSave:
-    """A save with the copy of the state, or the error that the other ranks have to hear.
+    """A save with the copy of the state, or the error to raise on all ranks.
 
     `packed_store`: the store as the writing process gets it.
     """
@@ -57,8 +57,8 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
             save = replace(save, staging=Deferred(None, error))
     processes.choose(save.store.url)
     staging = save.staging.result
-    if staging is None or not staging.fits():  # which it may not have done after all
-        # The process could not see what is not copied: so this thread does it, and meets the others where they are.
+    if staging is None or not staging.fits():  # the copy may have failed just now
+        # The process cannot see memory that was not copied. So this thread writes, and meets the other processes.
         return write_by_thread(save, processes.started().comm)
     if processes.writers is None:
         staging.settle()  # starting them takes seconds

@@ -25,7 +25,7 @@ _GRACE_S = 10.0
 """How much longer than the coordinator the others wait at most, so that its verdict reaches them first."""
 _REMEMBERED = 16
 _GONE = b"\xff" * 6
-"""In place of a call and step: this rank is gone for good. Fits every meeting."""
+"""In place of a call and step: this rank has ended. Fits every meeting."""
 _PARTING_NOTES = 8
 """In how many meetings the notes of a rank that is gone are found. A save has at most five, and ends at the first."""
 
@@ -168,7 +168,7 @@ class BoardComm:
         return self._board.read([f"posted/{name}" for name in names], timeout_s)
 
     def depart(self, payload: bytes) -> None:
-        """Take part in the next call, whatever it is, with this payload only: this rank is gone for good."""
+        """Leave this payload for the next call, whatever the call is: this rank has ended."""
         for _ in range(_PARTING_NOTES):
             number = self._board.count(f"count/{self._rank}")
             if self._rank == self._coordinator:

@@ -168,7 +168,7 @@ def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: 
 
 
 def depart(comm: BoardComm, error: BaseException) -> None:
-    """Say that this rank is gone for good, and why: the next call of the others raises that, whatever it is."""
+    """Report that this rank has ended, and why. The next call of the others raises that, whatever the call is."""
     comm.depart(_parting(comm, failure_of(error)))
 
 
@@ -203,7 +203,7 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
             return _VERDICTS.pack(_Verdict(failures=_grouped(failures)))
         try:
             return _VERDICTS.pack(_Verdict(decide([r.note for r in reports])))
-        except BaseException as error:  # noqa: BLE001  # told to the others first, then raised below
+        except BaseException as error:  # noqa: BLE001  # sent to the others first, then raised below
             met.append(error)
             return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure_of(error)})))
 

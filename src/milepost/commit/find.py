@@ -14,7 +14,7 @@ from milepost.store import Store
 
 _TRIES = 20
 _LOOKS = 16
-"""How many files are looked at, at once."""
+"""How many files are opened at the same time."""
 REMOVED = ".removed"
 """Behind a manifest's name: this generation is being removed; see `removal.py`."""
 

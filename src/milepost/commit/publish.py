@@ -63,7 +63,7 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
         raise conflict(store, manifest.generation)  # the other save has swept the data
     raise StorageError(
         f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank "
-        "that commits, so nothing was committed. Is that a place that all ranks share, and was it mounted all the time?"
+        "that commits, so nothing was committed. Do all ranks share that place, and was it mounted all the time?"
     )
 
 

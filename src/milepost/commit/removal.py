@@ -8,9 +8,9 @@ A removal has this order:
     4. once that is durable, that save's data is deleted
     5. the marker is deleted
 
-So after a power cut, too, a checkpoint that has a manifest has its data: the marker and what was swept are durable
-before step 3 (creating the marker syncs the folder), and the end of the manifest before step 4. What comes later needs
-no sync.
+So a checkpoint that has a manifest has its data, after a power cut too. The marker and the sweep are durable before
+step 3, because creating the marker syncs the folder. The removal of the manifest is durable before step 4. The later
+steps need no sync.
 
 A removal that was cut short left its marker, and the next removal finishes it. A folder without manifest and without
 marker is a save under way, or one that died, and is never touched. A marker names one save id, which no other save ever

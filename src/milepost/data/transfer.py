@@ -165,10 +165,10 @@ def new_pages(size_bytes: int) -> mmap.mmap:
     try:
         # Private: shared memory would be pages of a file in memory, which are never huge.
         pages = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:  # which would look like an error of the disk
+    except OSError as error:  # as an OSError it would look like an error of the disk
         raise MemoryError(
-            f"there are no {size_bytes:,} bytes of host memory to move data through ({error.strerror}); "
-            "`host_memory_bytes` makes do with less"
+            f"cannot allocate {size_bytes:,} bytes of host memory to move data through ({error.strerror}); "
+            "pass a smaller `host_memory_bytes`"
         ) from error
     with contextlib.suppress(OSError, AttributeError):
         pages.madvise(mmap.MADV_HUGEPAGE)

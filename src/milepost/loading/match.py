@@ -140,8 +140,9 @@ class Matcher:
             elif kind == "value" and saved is not None and not saved.is_bytes:
                 self._kinds[key] = f"saved as a {saved.kind} and the target is a {type(leaf).__name__}"
             elif (there in self._per_rank) != (kind == "per_rank") and self._knows(there):
+                private = there in self._per_rank
                 self._kinds[key] = (
-                    f"saved {'with' if there in self._per_rank else 'without'} PerRank, and the target is the other way"
+                    f"saved {'with' if private else 'without'} PerRank and the target is {'not ' * private}a PerRank"
                 )
             elif not self._knows(there):
                 self._missing.append(key)

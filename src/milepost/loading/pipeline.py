@@ -85,7 +85,7 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
 
     def send() -> None:
         for exchange in exchanges:
-            # Half: a rank that waits for a message must be back in time to meet those who know why it does not come.
+            # Half: a rank whose message never comes must be back in time for the meeting that says why.
             exchange.run(comm.timeout_s / 2)
 
     try:
@@ -293,7 +293,7 @@ def _merged(old: Any, new: Any) -> Any:
     if isinstance(new, LongBytes):
         return new.finish()
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and old.flags.writeable:
-        old[...] = new  # one that steps backwards, which was read into other memory
+        old[...] = new  # an array with negative strides was read into other memory
         return old
     if not isinstance(old, PerRank) or isinstance(new, PerRank):
         return new

@@ -27,7 +27,7 @@ from milepost.errors import CheckpointError
 from milepost.state.tensors import Part, Sharers
 
 WORTH_BYTES = 64 * MIB
-"""Less is read faster than it is agreed on who reads it."""
+"""Below this size, agreeing on who reads takes longer than reading."""
 _MESSAGE_BYTES = 16 * MIB
 """How much is sent at once, and the memory that tensors need which cannot be sent or filled directly."""
 

@@ -73,7 +73,7 @@ class DefaultSavePlanner(SavePlanner):
     >>> list(milepost.open("memory://model-only"))
     ['model.w']
 
-    `flatten_state_dict`: open nested dicts and lists. Without it, each top-level object that is no tensor is one value.
+    `flatten_state_dict`: open nested dicts and lists. Else each top-level object that is not a tensor is one value.
     `flatten_sharded_tensors`: unwrap a ShardedTensor whose only local shard is itself a ShardedTensor.
     `dedup_save_to_lowest_rank`: the lowest rank writes what several ranks hold, not the rank with the least to write.
     `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.

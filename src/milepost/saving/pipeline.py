@@ -7,9 +7,10 @@ rank's structure changed, nothing is committed; the ranks agree again and write 
 
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import NoneType
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -52,10 +53,15 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 class _Start(msgspec.Struct, frozen=True, array_like=True):
-    """What the coordinator announces: the aim of the save, and the agreement that it has for this structure, if any."""
+    """What the coordinator announces: the aim, the agreement that it has for this structure, and options.
+
+    All ranks follow these options. Ranks that did not would write by another plan, or miss a meeting.
+    """
 
     aim: Aim
     agreement: bytes
+    on_difference: Literal["error", "warn"]
+    compare_replicas: bool
 
 
 class _Result(msgspec.Struct, frozen=True, array_like=True):
@@ -106,7 +112,7 @@ def save_state(
 
 
 def refuse(store: Store, comm: Comm, error: BaseException) -> NoReturn:
-    """Join a save that the other ranks make in order to fail it: raises this rank's error on all of them."""
+    """Join a save that the other ranks make, and fail it: raises this rank's error on all ranks."""
 
     def fail() -> Described:
         raise error
@@ -129,9 +135,10 @@ class _Save:
         comm = self.comm
         described = defer(comm, self.describing)
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
+        self.options = replace(self.options, on_difference=start.on_difference, compare_replicas=start.compare_replicas)
         attempt = Attempt(self.store, start.aim, comm.rank, comm.size)
         if start.agreement:
-            # By a plan of an earlier save: until all ranks have said that they have the same, it may have to be redone.
+            # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
             answer = self._write(attempt, described, self._known_plan(described.result, start.agreement), final=False)
         else:
             answer = self._write(attempt, described, self._agree(described), final=True)
@@ -149,10 +156,11 @@ class _Save:
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
         aim = take_aim(self.store, overwrite=self.options.overwrite)
-        # A caller waits for what is live, so it is written once, by an agreement that is sure to hold.
+        # A caller waits while live tensors are written. So they are written once, after the ranks have agreed.
         plan = self._find_plan(described) if described is not None and not described.live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
-        return _Start(aim, plan.id if plan is not None and known else b"")
+        agreement = plan.id if plan is not None and known else b""
+        return _Start(aim, agreement, self.options.on_difference, self.options.compare_replicas)
 
     def _find_plan(self, described: Described) -> GroupPlan | None:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)

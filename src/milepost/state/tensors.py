@@ -304,7 +304,7 @@ def why_not_filled(data: torch.Tensor) -> str | None:
 
 
 def _has_memory(data: torch.Tensor) -> bool:
-    """Whether all elements lie in memory of the tensor. To read others would end the process."""
+    """Whether all elements lie in the tensor's memory. Reading beyond it would crash the process."""
     count = data.numel()
     if count == 0:
         return True

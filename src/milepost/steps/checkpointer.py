@@ -7,7 +7,9 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from types import NoneType, TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
+
+import msgspec
 
 from milepost.api import load, save
 from milepost.background.pending import PendingSave
@@ -23,6 +25,7 @@ from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
+from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.saving.options import SAVE_OPTIONS, SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.saving.pipeline import Receipt, refuse
@@ -40,7 +43,16 @@ _LOAD = LOAD_OPTIONS | {"planner"}
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 """The errors after which `restore` goes on to an older step."""
 _DAMAGES_SHOWN = 20
-_CHOOSING = Announcement("choosing", Wire(list[int]))
+
+
+class _Chosen(msgspec.Struct, frozen=True, array_like=True):
+    """The step that all ranks restore (None: there is none), and whether they read all of it first."""
+
+    step: int | None
+    verify_first: bool
+
+
+_CHOOSING = Announcement("choosing", Wire(_Chosen))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 
 
@@ -178,8 +190,9 @@ class Checkpointer:
         self._check_open()
         place, comm = self._shelf.place(step), self._ranks()
         earlier = self._saver.take_error() if self._saver is not None else None
-        if earlier is not None:
-            refuse(place, comm, earlier)
+        wrong = earlier or _unknown(options, SAVE_SETTINGS, "a save")
+        if wrong is not None:
+            refuse(place, comm, wrong)
         metadata = dict(metadata or {})
         if comm.rank == comm.coordinator:
             try:
@@ -187,7 +200,8 @@ class Checkpointer:
             except Exception as error:  # noqa: BLE001  # raised by `refuse`
                 refuse(place, comm, error)
         given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
-        receipt = save(state, place, planner=planner or self._save_planner, process_group=comm, **given)
+        planner = planner if planner is not None else self._save_planner
+        receipt = save(state, place, planner=planner, process_group=comm, **given)
         self._retain(comm, step)
         return receipt
 
@@ -212,19 +226,21 @@ class Checkpointer:
         self._check_open()
         place = self._shelf.place(step)
         metadata, comm = dict(metadata or {}), self._ranks()
+        wrong = _unknown(options, SAVE_SETTINGS, "a save")
+        if wrong is not None:
+            self._background().refuse(place, wrong)
         if comm.rank == comm.coordinator:
             try:
                 metadata = _with_metrics(metadata, metrics)
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # raised by `refuse`
                 self._background().refuse(place, error)
-                raise
         given: SaveKeywords = {"metadata": metadata, "plans": self._background().plans, **self._for_saves, **options}
         return self._background().save(
             state,
             place,
             stage=stage,
             optimizer=optimizer,
-            planner=planner or self._save_planner,
+            planner=planner if planner is not None else self._save_planner,
             then=lambda comm: self._retain(comm, step),
             **given,
         )
@@ -274,7 +290,7 @@ class Checkpointer:
         All other errors are raised at once, StateMismatch among them.
 
         `verify_first`: read and check every byte before the state is touched; the ranks share the work. The default is
-        True with `allow_missing`, where a second attempt might not fill all that a failed one had filled, else False.
+        True with `allow_missing`, because an older step may lack keys that a failed attempt has filled; else False.
         Further options are those of `milepost.load`.
         """
         self._check_open()
@@ -283,42 +299,43 @@ class Checkpointer:
         given: LoadKeywords = {**self._for_loads, **options}
         step = None if step is None else checked_step(step)
         self._finish()
-        comm = self._ranks()
-        if verify_first is None:
-            verify_first = bool(given.get("allow_missing"))
+        comm, wrong = self._ranks(), _unknown(options, LOAD_OPTIONS, "a restore")
+        planner = planner if planner is not None else self._load_planner
+        wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
         skipped: dict[int, str] = {}
         while True:
-            chosen = self._choose(comm, step, skipped)
-            if chosen is None:
+            chosen = self._choose(comm, step, skipped, wish)
+            if wrong is not None:
+                _refuse_restore(self._shelf, comm, chosen, wrong)
+            if chosen.step is None:
                 return self._nothing(skipped, default)
             try:
-                place = self._shelf.place(chosen)
-                if verify_first:
+                place = self._shelf.place(chosen.step)
+                if chosen.verify_first:
                     call = Call("restoring from", place.url)
                     together(comm, call, "verifying", partial(_verify, comm, place, given))
-                load(state, place, planner=planner or self._load_planner, process_group=comm, **given)
+                load(state, place, planner=planner, process_group=comm, **given)
             except CheckpointError as error:
                 if step is not None or not _allows_another(error):
                     raise
-                skipped[chosen] = str(error)
+                skipped[chosen.step] = str(error)
                 if comm.rank == comm.coordinator:
-                    _log.warning("skipping %s: %s", self._shelf.place(chosen).url, error)
+                    _log.warning("skipping %s: %s", place.url, error)
             else:
-                return chosen
+                return chosen.step
 
-    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str]) -> int | None:
+    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_Chosen":
         """The coordinator's choice, on every rank: the newest step that was not tried yet."""
 
-        def choose() -> list[int]:
+        def choose() -> _Chosen:
             there = self._shelf.steps()
             if step is not None and step not in there:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return left[-1:]
+            return _Chosen(left[-1] if left else None, verify_first)
 
-        chosen = broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
-        return chosen[0] if chosen else None
+        return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
     def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
         if skipped:
@@ -328,7 +345,7 @@ class Checkpointer:
                 "Restore these files from a backup, or start again at another place."
             )
         if default is None:
-            raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get that back instead")
+            raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get a step instead")
         return default
 
     def steps(self) -> list[int]:
@@ -341,7 +358,10 @@ class Checkpointer:
         return max(self.steps(), default=None)
 
     def best(self) -> int | None:
-        """The step with the best metric, or None if no step has it. May be called on one rank alone."""
+        """The step with the best metric, or None if no step has it. May be called on one rank alone.
+
+        Raises InvalidRequest if the Checkpointer was made without `best`.
+        """
         self._check_open()
         if self._rule.best is None:
             raise InvalidRequest('say which metric is meant: Checkpointer(..., best="loss", mode="min")')
@@ -358,8 +378,8 @@ class Checkpointer:
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
 
-        For a run that goes back to an older step: the later steps would stay the newest for ever. Raises
-        CheckpointNotFound, or CheckpointDamaged if its manifest cannot be read; delete such a folder by hand.
+        Use it when a run goes back to an older step: the later steps would stay the newest. Raises CheckpointNotFound,
+        or CheckpointDamaged if the manifest of the step cannot be read; delete such a folder by hand.
         """
         self._check_open()
         self._finish()
@@ -397,7 +417,7 @@ class Checkpointer:
         if error is None or self._saver is None:
             self.close()
             return
-        self._saver.__exit__(kind, error, trace)  # does not hide the error that is on its way
+        self._saver.__exit__(kind, error, trace)  # logs its own error; the one that ends the block is raised
         self.close()
 
     def _finish(self) -> None:
@@ -408,6 +428,30 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequest(f"{self!r} is closed")
+
+
+def _unknown(options: Mapping[str, Any], known: frozenset[str], call: str) -> InvalidRequest | None:
+    """What is wrong with options that a call does not have, for all ranks to hear."""
+    unknown = sorted(options.keys() - known)
+    if not unknown:
+        return None
+    return InvalidRequest(
+        f"{', '.join(unknown)}: {call} has no such option. Its options are {', '.join(sorted(known))}"
+    )
+
+
+def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _Chosen, wrong: InvalidRequest) -> NoReturn:
+    """Join the restore that the other ranks make in order to fail it."""
+    if chosen.step is None:
+        raise wrong
+    place = shelf.place(chosen.step)
+    if chosen.verify_first:
+        together(comm, Call("restoring from", place.url), "verifying", lambda: _raise(wrong))
+    refuse_load(place, comm, wrong)
+
+
+def _raise(error: Exception) -> NoReturn:
+    raise error
 
 
 def _check_options(given: Iterable[str]) -> None:

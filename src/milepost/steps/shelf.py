@@ -47,8 +47,8 @@ class Shelf:
         """Remove what the rule does not keep, and say which steps that were. `saved`, just committed, is always kept.
 
         First, removals that were cut short are finished. Nothing is removed unless the newest step that remains is
-        whole (see `look_whole`); steps that turn out not to be do not count, and stay. Raises CheckpointDamaged if
-        `saved` itself is not whole. A step that cannot be removed is told in the log.
+        whole (see `look_whole`). Steps that are not whole do not count, and stay. Raises CheckpointDamaged if `saved`
+        itself is not whole. A step that cannot be removed is logged.
         """
         self.finish()
         scores = self.scores(rule.best if rule.keep_best else None)
@@ -67,7 +67,7 @@ class Shelf:
             del scores[newest]
 
     def finish(self) -> None:
-        """Finish the removals that were cut short. What cannot be done is told in the log."""
+        """Finish the removals that were cut short. Failures are logged."""
         for step, names in self._names().items():
             markers = [name for name in names if name.endswith(REMOVED)]
             try:
@@ -123,7 +123,7 @@ class Shelf:
         try:
             self.remove(step)
         except CheckpointNotFound:
-            return False  # another job was faster
+            return False  # another job removed it first
         except (CheckpointError, OSError) as error:
             self._say_once(step, f"could not be removed: {error}")
             return False
@@ -148,16 +148,16 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
         found = Codec().decode(spelled.get(METRICS, {"dict": []}), METRICS)
         return {str(name): float(value) for name, value in found.items() if not isinstance(value, (str, bytes))}
     except (CheckpointError, TypeError, ValueError, KeyError, AttributeError, OverflowError):
-        return {}  # somebody else's metadata
+        return {}  # not metrics that Milepost wrote
 
 
 def step_name(step: int) -> str:
-    """The name of a step's folder; names sort as steps do. Raises InvalidRequest for what is no step."""
+    """The name of a step's folder; names sort as steps do. Raises InvalidRequest if it is not a step."""
     return f"step-{checked_step(step):010d}"
 
 
 def checked_step(step: int) -> int:
-    """The step as an int. Raises InvalidRequest for what is no step."""
+    """The step as an int. Raises InvalidRequest if it is not a step."""
     try:
         number = operator.index(step)
     except TypeError:

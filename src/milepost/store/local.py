@@ -80,7 +80,7 @@ class LocalStore:
             if error.errno not in _NO_LINKS:
                 raise
             # No hard links here (some FUSE file systems): the process that creates the claim may rename. If it dies in
-            # between, the claim stays and this name is never used; `commit.aim` skips it.
+            # between, the claim stays and this name is never used; `commit.attempt.take_aim` skips it.
             claim = path.with_name(path.name + CLAIM)
             try:
                 os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
@@ -327,7 +327,7 @@ def _move_all(
         if moved is not None:
             moved(offset, count)
         offset += count
-        for i, view in enumerate(batch):  # mostly all of it moved; else the rest of the batch goes again
+        for i, view in enumerate(batch):  # usually the whole batch was moved; else the rest is sent again
             if count < len(view):
                 pending.extendleft(reversed([view[count:], *batch[i + 1 :]]))
                 break
@@ -469,7 +469,7 @@ def _no_end(path: Path) -> Iterator[None]:
     try:
         yield
     except EOFError:
-        raise StorageError(f"cannot write {path}: the file system takes no more bytes and gives no reason") from None
+        raise StorageError(f"cannot write {path}: the file system accepts no more bytes and gives no reason") from None
 
 
 @contextlib.contextmanager

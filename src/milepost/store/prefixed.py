@@ -36,7 +36,7 @@ class Within:
         return (name[start:] for name in self.inner.list(f"{self.prefix}/{prefix}"))
 
     def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there; `durable`: for good, also after a power loss."""
+        """Remove an object if it is there; `durable`: return once a power loss cannot bring it back."""
         self.inner.delete(self._outer(name), durable=durable)
 
     def _outer(self, name: str) -> str:

@@ -55,7 +55,7 @@ class _SlabWrite(NamedTuple):
 
 def export_safetensors(
     state: Any,
-    target: Location,
+    path: Location,
     *,
     rename: Rename | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
@@ -75,7 +75,7 @@ def export_safetensors(
     one. Options are as for `convert`.
     """
     limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
-    store = store_at(target)
+    store = store_at(path)
     attempt = FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     plans = Plans()
