@@ -47,8 +47,9 @@ if TYPE_CHECKING:
     from milepost.saving.pipeline import Receipt
     from milepost.state.take_apart import PerRank, Stateful
     from milepost.state.tensors import Sharded
-    from milepost.steps.checkpointer import Checkpointer, StorageCheckpointer
+    from milepost.steps.checkpointer import Checkpointer
     from milepost.steps.preemption import PreemptionGuard
+    from milepost.steps.storage_checkpointer import StorageCheckpointer
 
 __all__ = [
     "AlreadyExists",
@@ -108,7 +109,7 @@ _WHEN_USED = {
     "convert": "milepost.formats.write.convert",
     "export_safetensors": "milepost.formats.write.export",
     "Checkpointer": "milepost.steps.checkpointer",
-    "StorageCheckpointer": "milepost.steps.checkpointer",
+    "StorageCheckpointer": "milepost.steps.storage_checkpointer",
     "ProgressBar": "milepost.data.progress_bar",
     "explain": "milepost.api",
     "load": "milepost.api",

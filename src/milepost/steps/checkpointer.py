@@ -4,7 +4,7 @@ Every rank of the job makes the same calls. The coordinator decides what to rest
 """
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
@@ -16,8 +16,7 @@ from milepost.background.pending import PendingSave
 from milepost.background.saver import AsyncSaver, Background, WhenBusy
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, Solo, broadcast, meet, together
-from milepost.comm.distributed import ranks_of
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
 from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
@@ -26,11 +25,13 @@ from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
 from milepost.loading.pipeline import refuse_load
-from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
+from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.saving.options import SAVE_OPTIONS, SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.saving.pipeline import Receipt, refuse
+from milepost.steps.options import RunKeywords, check_options, only, unknown_options
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
+from milepost.steps.storage_checkpointer import ranks_by
 from milepost.store import Location, Store, store_at
 
 if TYPE_CHECKING:
@@ -45,55 +46,15 @@ _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 _DAMAGES_SHOWN = 20
 
 
-class _Chosen(msgspec.Struct, frozen=True, array_like=True):
+class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
     """The step that all ranks restore (None: there is none), and whether they read all of it first."""
 
     step: int | None
     verify_first: bool
 
 
-_CHOOSING = Announcement("choosing", Wire(_Chosen))
+_CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
-
-
-def _ranks_by(group: Any, timeout_s: float, coordinator: int, no_dist: bool) -> Callable[[], Comm]:
-    return Solo if no_dist else lambda: ranks_of(group, timeout_s, coordinator)
-
-
-class StorageCheckpointer:
-    """Saves and loads with the same storage, planners and ranks each time; a save replaces the one before.
-
-    Without planners, the default ones are used. `coordinator_rank`: the rank of the group that decides. `no_dist`: this
-    process alone.
-    """
-
-    def __init__(
-        self,
-        storage_writer: StorageWriter,
-        storage_reader: StorageReader,
-        *,
-        process_group: "dist.ProcessGroup | Comm | None" = None,
-        coordinator_rank: int = 0,
-        no_dist: bool = False,
-        timeout_s: float = TIMEOUT_S,
-        save_planner: SavePlanner | None = None,
-        load_planner: LoadPlanner | None = None,
-    ) -> None:
-        self._writer, self._reader = storage_writer, storage_reader
-        self._planners = (save_planner, load_planner)
-        self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
-
-    def save(self, state: Any) -> Receipt:
-        """Save `state`, on every rank."""
-        return save(state, storage_writer=self._writer, planner=self._planners[0], process_group=self._ranks())
-
-    def load(self, state: Any) -> Any:
-        """Load into `state`, in place, on every rank, and give it back."""
-        return load(state, storage_reader=self._reader, planner=self._planners[1], process_group=self._ranks())
-
-
-class RunKeywords(SaveSettings, LoadKeywords, total=False):
-    """The options of `Checkpointer`: those of every save and load."""
 
 
 class Checkpointer:
@@ -142,11 +103,11 @@ class Checkpointer:
         **options: Unpack[RunKeywords],
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
-        _check_options(options.keys())
-        self._for_saves: SaveSettings = _only(SAVE_SETTINGS, options)
-        self._for_loads: LoadKeywords = _only(LOAD_OPTIONS, options)
+        check_options(options.keys())
+        self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
+        self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
         self._shelf = Shelf(store_at(path))
-        self._ranks = _ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
+        self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
             background=background,
             stage=stage,
@@ -190,7 +151,7 @@ class Checkpointer:
         self._check_open()
         place, comm = self._shelf.place(step), self._ranks()
         earlier = self._saver.take_error() if self._saver is not None else None
-        wrong = earlier or _unknown(options, SAVE_SETTINGS, "a save")
+        wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
         if wrong is not None:
             refuse(place, comm, wrong)
         metadata = dict(metadata or {})
@@ -226,7 +187,7 @@ class Checkpointer:
         self._check_open()
         place = self._shelf.place(step)
         metadata, comm = dict(metadata or {}), self._ranks()
-        wrong = _unknown(options, SAVE_SETTINGS, "a save")
+        wrong = unknown_options(options, SAVE_SETTINGS, "a save")
         if wrong is not None:
             self._background().refuse(place, wrong)
         if comm.rank == comm.coordinator:
@@ -299,7 +260,7 @@ class Checkpointer:
         given: LoadKeywords = {**self._for_loads, **options}
         step = None if step is None else checked_step(step)
         self._finish()
-        comm, wrong = self._ranks(), _unknown(options, LOAD_OPTIONS, "a restore")
+        comm, wrong = self._ranks(), unknown_options(options, LOAD_OPTIONS, "a restore")
         planner = planner if planner is not None else self._load_planner
         wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
         skipped: dict[int, str] = {}
@@ -324,16 +285,16 @@ class Checkpointer:
             else:
                 return chosen.step
 
-    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_Chosen":
+    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_RestoreChoice":
         """The coordinator's choice, on every rank: the newest step that was not tried yet."""
 
-        def choose() -> _Chosen:
+        def choose() -> _RestoreChoice:
             there = self._shelf.steps()
             if step is not None and step not in there:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return _Chosen(left[-1] if left else None, verify_first)
+            return _RestoreChoice(left[-1] if left else None, verify_first)
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
@@ -430,17 +391,7 @@ class Checkpointer:
             raise InvalidRequest(f"{self!r} is closed")
 
 
-def _unknown(options: Mapping[str, Any], known: frozenset[str], call: str) -> InvalidRequest | None:
-    """What is wrong with options that a call does not have, for all ranks to hear."""
-    unknown = sorted(options.keys() - known)
-    if not unknown:
-        return None
-    return InvalidRequest(
-        f"{', '.join(unknown)}: {call} has no such option. Its options are {', '.join(sorted(known))}"
-    )
-
-
-def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _Chosen, wrong: InvalidRequest) -> NoReturn:
+def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: InvalidRequest) -> NoReturn:
     """Join the restore that the other ranks make in order to fail it."""
     if chosen.step is None:
         raise wrong
@@ -452,20 +403,6 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _Chosen, wrong: InvalidReq
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _check_options(given: Iterable[str]) -> None:
-    known = SAVE_SETTINGS | LOAD_OPTIONS
-    unknown = sorted(set(given) - known)
-    if unknown:
-        hint = ". A planner either saves or loads: pass save_planner or load_planner" if "planner" in unknown else ""
-        raise InvalidRequest(
-            f"{', '.join(unknown)}: no option of every save or load. There are {', '.join(sorted(known))}{hint}"
-        )
-
-
-def _only(names: frozenset[str], options: Mapping[str, Any]) -> Any:
-    return {name: value for name, value in options.items() if name in names}
 
 
 def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
