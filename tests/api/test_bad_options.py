@@ -282,3 +282,51 @@ def test_the_coordinators_verify_first_counts_for_all(coordinators):
     start = time.monotonic()
     assert run_ranks(WORLD, work, timeout_s=TIMEOUT_S) == [1] * WORLD
     assert time.monotonic() - start < PROMPT_S
+
+
+@pytest.mark.parametrize("odd", [0, ODD])
+@pytest.mark.parametrize("wrong", [{"host_memory_bytes": 1}, {"to": "zip"}, {"max_shard_bytes": 0}])
+def test_convert(tmp_path, wrong, odd):
+    milepost.save(state(), tmp_path / "source")
+
+    def call(comm, **options):
+        milepost.convert(tmp_path / "source", tmp_path / "target", process_group=comm, **options)
+
+    check(outcomes(call, odd, **wrong), next(iter(wrong)), odd)
+    assert not (tmp_path / "target").exists()
+
+
+def test_export_safetensors(tmp_path):
+    def call(comm, **options):
+        milepost.export_safetensors({"w": torch.ones(3)}, tmp_path / "target", process_group=comm, **options)
+
+    check(outcomes(call, host_memory_bytes=1), "host_memory_bytes")
+
+
+def test_prewarm_raises_an_unread_error_of_one_rank_on_all():
+    def work(comm):
+        with milepost.AsyncSaver(process_group=comm) as saver:
+            pending = saver.save(state(), Full(MemoryStore()))
+            saver.join()
+            if comm.rank == 0:
+                assert pending.exception() is not None
+            try:
+                saver.prewarm(state())
+            except CheckpointError as error:
+                return str(error)
+            return "ready"
+
+    start = time.monotonic()
+    for met in run_ranks(WORLD, work, timeout_s=TIMEOUT_S):
+        assert "No space left" in met
+    assert time.monotonic() - start < PROMPT_S
+
+
+def test_options_of_the_call_hold_for_a_writer_with_a_global_plan(tmp_path):
+    writer = CheckpointWriter(tmp_path)
+    milepost.save(state(), storage_writer=writer, planner=Global(), metadata={"a": 1})
+    assert milepost.open(tmp_path).metadata == {"a": 1}
+    with pytest.raises(InvalidRequest, match="overwrite=True"):
+        milepost.save(state(), storage_writer=writer, planner=Global(), overwrite=False)
+    milepost.save(state(), storage_writer=writer, planner=Global())
+    assert milepost.open(tmp_path).metadata == {}

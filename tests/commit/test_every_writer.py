@@ -208,6 +208,35 @@ def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
         assert all("another job committed" in o for o in outcomes.values() if o != "saved")
 
 
+def test_lost_reply_to_the_link_is_not_a_conflict(write, tmp_path, monkeypatch):
+    """NFS repeats a request whose reply was lost; the repetition finds that the name exists."""
+    milepost.save(state(1), tmp_path)
+    link = os.link
+
+    def linked_already(*args, **options):
+        link(*args, **options)
+        raise FileExistsError(errno.EEXIST, "File exists")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "link", linked_already)
+        write(state(2), tmp_path)
+    assert read(tmp_path) == 2
+    assert leftovers(LocalStore(tmp_path)) == []
+
+
+@pytest.mark.parametrize("error", [milepost.AlreadyExists, FileNotFoundError])
+def test_lost_reply_of_a_store_is_not_a_conflict(write, error):
+    class LosesReplies(CountingStore):
+        def create(self, name, data):
+            super().create(name, data)
+            raise error("the reply was lost")
+
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+    write(state(2), LosesReplies(inner))
+    assert read(inner) == 2
+
+
 def keep_writing(write, folder, sender):
     """Write ever newer states to one place until killed."""
     torch.set_num_threads(1)

@@ -282,3 +282,27 @@ def test_a_save_that_fails_in_one_process_leaves_no_data_behind(tmp_path):
     with pytest.raises(milepost.dcp.CheckpointException, match="not today"):
         milepost.dcp.save({"w": torch.ones(3)}, storage_writer=Writer(tmp_path))
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
+
+
+def test_failed_second_save_of_one_writer_keeps_the_first(tmp_path):
+    """The writer still knows the goal of the first save when the second one fails before it has one of its own."""
+
+    class Disagreeing:
+        def state_dict(self):
+            raise milepost.RanksDisagree("on purpose")
+
+        def load_state_dict(self, state_dict):
+            pass
+
+    class GlobalPlanner(milepost.planning.DefaultSavePlanner):
+        def create_global_plan(self, all_plans):
+            return super().create_global_plan(all_plans)
+
+    writer, reader = milepost.dcp.FileSystemWriter(tmp_path), milepost.dcp.FileSystemReader(tmp_path)
+    keeper = milepost.dcp._checkpointer._Checkpointer(writer, reader, no_dist=True, save_planner=GlobalPlanner())
+    keeper.save({"w": torch.ones(3)})
+    with pytest.raises(milepost.CheckpointError):
+        keeper.save({"w": torch.zeros(3), "bad": Disagreeing()})
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint.verify().ok
+        assert torch.equal(checkpoint["w"].read(), torch.ones(3))

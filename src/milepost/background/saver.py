@@ -208,9 +208,12 @@ class AsyncSaver:
         (`types`, `allow_pickle`, `reduce_partial`). Raises the error of any rank on every rank, among these
         InvalidRequest for a wrong option, and the error of an earlier save that the caller did not ask for.
         """
-        self.wait()
+        self.check_open()
+        earlier = self.take_error()
 
         def make_memory() -> None:
+            if earlier is not None:
+                raise earlier
             self._stager.prewarm(_describing(state, make_options(**options))(self._comm))
 
         together(self._comm, Call("saving in", "the background"), "prewarming", make_memory)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from milepost.commit.find import REMOVED, generations, newest_generation
+from milepost.commit.find import REMOVED, generations, newest_generation, parse, read_manifest
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
@@ -90,14 +90,14 @@ class Attempt:
         """Write this rank's shard file and make it durable; see `write_shard`. Raises SaveConflict or StorageError."""
         try:
             return write_shard(self.store, self.aim.save_id, self.rank, entries, transfer, meter, released)
+        except CheckpointError:
+            raise
         except FileNotFoundError as error:
             # A job that committed this generation first may have swept our files away.
             if newest_generation(self.store) >= self.aim.generation:
                 raise conflict(self.store, self.aim.generation) from error
             raise self._cannot_write(error, ". Was it removed, renamed or unmounted meanwhile?") from error
         except OSError as error:
-            if isinstance(error, CheckpointError):
-                raise
             raise self._cannot_write(error) from error
 
     def _cannot_write(self, error: OSError, hint: str = "") -> StorageError:
@@ -127,16 +127,18 @@ class Attempt:
             self.discard()
 
     def _is_dead(self, error: BaseException) -> bool:
-        """Whether the commit can no longer happen after this error."""
-        if isinstance(error, (SaveConflict, RanksDisagree)):
-            return True
+        """Whether the commit did not happen, and can no longer happen after this error."""
         failures = getattr(error, "failures", {})
-        if self.world > 1 and not failures:
+        decided = bool(failures) or isinstance(error, (SaveConflict, RanksDisagree))
+        if self.world > 1 and not decided:
             return False  # the coordinator did not answer; it may still commit
         if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
             return False  # a power cut may bring the manifest back
         try:
-            return self.aim.generation not in generations(self.store)
+            data = read_manifest(self.store, self.aim.generation)
+            if data is None:
+                return self.aim.generation not in generations(self.store)
+            return parse(self.store.url, self.aim.generation, data).save_id != self.aim.save_id
         except (OSError, CheckpointError):
             return False
 

@@ -7,7 +7,7 @@ no clock and no lock is needed, and a save that is under way is never disturbed.
 import contextlib
 import logging
 
-from milepost.commit.find import newest_generation
+from milepost.commit.find import newest_generation, read_manifest
 from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
@@ -24,15 +24,16 @@ def publish(store: Store, manifest: Manifest) -> None:
     Raises StorageError if data that it names cannot be seen from this rank.
     """
     _look_for_data(store, manifest)
+    sealed = seal(manifest)
     try:
-        store.create(manifest_name(manifest.generation), seal(manifest))
-    except AlreadyExists:
-        raise conflict(store, manifest.generation) from None
-    except FileNotFoundError:
-        # Another save committed meanwhile, and swept the folder that this manifest was about to be created in.
-        if newest_generation(store) >= manifest.generation:
-            raise conflict(store, manifest.generation) from None
-        raise
+        store.create(manifest_name(manifest.generation), sealed)
+    except (AlreadyExists, FileNotFoundError) as error:
+        # Is it ours? The reply to a create can be lost, and its repetition then finds the name taken.
+        if read_manifest(store, manifest.generation) != sealed:
+            # Not found: another save committed meanwhile, and swept what this manifest was about to be made from.
+            if isinstance(error, AlreadyExists) or newest_generation(store) >= manifest.generation:
+                raise conflict(store, manifest.generation) from None
+            raise
     if newest_generation(store) > manifest.generation:
         # The name was free because the save that had it was replaced and swept, and this save's data with it.
         # The newest generation is never swept.

@@ -1,6 +1,7 @@
 """Saves and loads with a planner, a storage writer or reader, or both, as `route` decides."""
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
@@ -8,6 +9,7 @@ from milepost.comm import Announcement, Call, Comm, broadcast
 from milepost.core.wire import Wire
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.local_plan import save_by_local_plans
+from milepost.planning.protocol import StorageWriter
 from milepost.planning.protocol_run import MakeState, load_planned, place_of, save_planned
 from milepost.planning.records import Metadata, TensorStorageMetadata
 from milepost.planning.route import GlobalPlanner, LocalPlanner
@@ -38,17 +40,33 @@ def save_with_planner(
     match chosen:
         case LocalPlanner():
             receipt = save_by_local_plans(state, chosen, comm, options)
-            return receipt or _save_by_global_plan(state, GlobalPlanner(chosen.writer, chosen.planner), comm)
+            return receipt or _save_by_global_plan(state, GlobalPlanner(chosen.writer, chosen.planner), comm, options)
         case GlobalPlanner():
-            return _save_by_global_plan(state, chosen, comm)
+            return _save_by_global_plan(state, chosen, comm, options)
 
 
-def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm) -> Receipt:
+def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm, options: SaveOptions) -> Receipt:
     writer = chosen.writer
-    metadata = save_planned(state, writer, chosen.planner, comm)
+    with _with_options(writer, options):
+        metadata = save_planned(state, writer, chosen.planner, comm)
     call = Call("saving to", place_of(writer))
     generation, save_id, size = broadcast(comm, call, _ENDING, lambda: _summary(chosen, metadata))
     return Receipt(place_of(writer), generation, save_id, comm.size, size)
+
+
+@contextlib.contextmanager
+def _with_options(writer: StorageWriter, options: SaveOptions) -> Iterator[None]:
+    """Give Milepost's own writer the options of the call that it has too, for this save. Storage of others has none."""
+    if not isinstance(writer, CheckpointWriter):
+        yield
+        return
+    kept = writer.overwrite, writer.metadata
+    writer.overwrite = writer.overwrite and options.overwrite
+    writer.metadata = dict(options.metadata or writer.metadata)
+    try:
+        yield
+    finally:
+        writer.overwrite, writer.metadata = kept
 
 
 def _summary(chosen: GlobalPlanner, metadata: Metadata | None) -> tuple[int, str, int]:

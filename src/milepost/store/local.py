@@ -70,7 +70,9 @@ class LocalStore:
         try:
             os.link(temporary, path)
         except FileExistsError:
-            raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+            # NFS repeats a request whose reply was lost: then the name leads to this very file, and it is done.
+            if not _are_one_file(temporary, path):
+                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
         except FileNotFoundError:
             # The process that committed this name first may have removed our temporary file.
             if path.exists():
@@ -433,6 +435,13 @@ def _remove_empty(folder: Path, root: Path, made: set[Path]) -> None:
 def _remove_folder(folder: Path) -> None:
     with contextlib.suppress(FileNotFoundError):  # never made, or another rank was faster
         os.rmdir(folder)
+
+
+def _are_one_file(one: Path, other: Path) -> bool:
+    try:
+        return os.path.samefile(one, other)
+    except OSError:
+        return False
 
 
 def _sync_folders(folder: Path, root: Path) -> None:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from milepost.checkpoint import open_checkpoint
-from milepost.comm import TIMEOUT_S, Comm
+from milepost.comm import TIMEOUT_S, Call, Comm, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
@@ -72,12 +72,18 @@ def convert(
     `types`, `allow_pickle`: as for `open`. `host_memory_bytes`, `transfer`, `progress`, `process_group`, `timeout_s`:
     as for `save`. Raises InvalidRequest, CheckpointNotFound, CheckpointDamaged, StorageError.
     """
-    if to not in get_args(Format):
-        raise InvalidRequest(f"`to` is one of {', '.join(get_args(Format))}, not {to!r}")
-    if max_shard_bytes < 1:
-        raise InvalidRequest(f"max_shard_bytes is positive, not {max_shard_bytes}")
-    limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
-    store = store_at(target)
+    comm, store = ranks_of(process_group, timeout_s), store_at(target)
+
+    def check() -> Transfer:
+        if to not in get_args(Format):
+            raise InvalidRequest(f"`to` is one of {', '.join(get_args(Format))}, not {to!r}")
+        if max_shard_bytes < 1:
+            raise InvalidRequest(f"max_shard_bytes is positive, not {max_shard_bytes}")
+        if to != "milepost":
+            local_folder(store, to)
+        return within(transfer, host_memory_bytes)
+
+    limited = together(comm, Call("converting to", store.url), "checking the options", check)
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     opened = _Origin(source, tuple(types), allow_pickle, rename, limited)
     try:

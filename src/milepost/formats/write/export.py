@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from milepost.comm import TIMEOUT_S, Announcement, Comm, broadcast, defer
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, defer, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
@@ -74,9 +74,14 @@ def export_safetensors(
     equal, and each writes a share. Where a tensor is not cut along its first dimension, its rows are written one by
     one. Options are as for `convert`.
     """
-    limited, comm = within(transfer, host_memory_bytes), ranks_of(process_group, timeout_s)
-    store = store_at(path)
-    attempt = FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
+    comm, store = ranks_of(process_group, timeout_s), store_at(path)
+
+    def check() -> FolderAttempt:
+        limited = within(transfer, host_memory_bytes)
+        return FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
+
+    attempt = together(comm, Call("converting to", store.url), "checking the options", check)
+    limited = attempt.transfer
     meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
     plans = Plans()
     deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
