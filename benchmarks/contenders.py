@@ -1,7 +1,6 @@
 """What is compared: Milepost, DCP, the raw disk and others, each as functions that save and load a `State`."""
 
 import contextlib
-import inspect
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -161,14 +160,9 @@ def milepost_format(unverified: bool = False, unsummed: bool = False) -> Format:
     if unsummed:
         savers[UNSUMMED] = milepost_save_unsummed
     loaders: dict[str, Call] = {MILEPOST: milepost_load}
-    if unverified and milepost_can("load", "verify"):
+    if unverified:
         loaders[UNVERIFIED] = partial(milepost_load, verify=False)
     return Format(savers, loaders)
-
-
-def milepost_can(function: str, option: str) -> bool:
-    """Whether a function of this Milepost has an option. Older versions can be measured too."""
-    return option in inspect.signature(getattr(milepost, function)).parameters
 
 
 def milepost_save(state: State, folder: Path) -> None:

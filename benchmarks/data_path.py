@@ -242,11 +242,7 @@ def _direct(stage: Any) -> bool:
 
 
 def _notes() -> list[str]:
-    import contenders as c
-
     notes = []
-    if not c.milepost_can("load", "verify"):
-        notes.append("this Milepost always verifies: unverified loads and the share of checksums in loads are left out")
     if not harness.may_drop_caches():
         notes.append("cold: files are dropped from the page cache one by one, since only root may drop all of it")
     return notes
