@@ -163,6 +163,15 @@ def docstring_examples():
                 yield pytest.param(full, text, False, id=full)
 
 
+@pytest.mark.parametrize("module", [milepost, milepost.store], ids=lambda module: module.__name__)
+def test_every_call_and_class_has_an_example(module):
+    ports = {"Reader", "Writer"}  # what a store gives; the examples of the stores use them
+    for name in set(module.__all__) - ports:
+        value = getattr(module, name)
+        if inspect.isfunction(value) or (inspect.isclass(value) and not issubclass(value, Exception)):
+            assert ">>> " in (inspect.getdoc(value) or ""), f"{name} has no example"
+
+
 SESSION = """
 import doctest, milepost, torch
 

@@ -124,7 +124,13 @@ class Plans:
     """Plans of earlier saves: a save of the same structure needs no planning. One object serves a series of saves.
 
     Keyed by content: a changed shape, dtype, layout, structure or number of ranks is another entry, and states that are
-    saved in turn do not evict each other. Make one and pass it to each `save` of a job: `save(..., plans=plans)`.
+    saved in turn do not evict each other. `size`: how many structures are kept.
+
+    >>> plans = milepost.Plans()
+    >>> for step in (1, 2):
+    ...     _ = milepost.save({"w": torch.ones(3), "step": step}, "memory://planned", plans=plans)
+    >>> len(plans)
+    1
     """
 
     def __init__(self, size: int = 16) -> None:

@@ -22,6 +22,9 @@ class ProgressBar:
 
     It may be used again, for one call after the other. Where one fails, `close` (or leaving a `with` block) gives the
     terminal back; when it succeeds that happens by itself.
+
+    >>> with milepost.ProgressBar() as bar:
+    ...     _ = milepost.save({"w": torch.ones(3)}, "memory://drawn", progress=bar)
     """
 
     def __init__(self, console: Console | None = None) -> None:

@@ -31,7 +31,11 @@ class Transfer:
     used through the page cache, where its locks and Python's are the limit.
     `block_bytes`: how much one request moves. The memory in use is the product of both.
     `direct`: bypass the operating system's page cache where the store can do that and it is faster. Without it, the
-    data is in the cache for the next reader.
+    data is in the cache for the next reader. Raises InvalidRequest for numbers out of range.
+
+    >>> few = milepost.Transfer(threads=1, block_bytes=1 << 20)
+    >>> milepost.save({"w": torch.ones(3)}, "memory://few", transfer=few).data_bytes
+    12
     """
 
     threads: int = 4
@@ -71,7 +75,13 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save, load or verification is, on the coordinator and for its own part of the bytes."""
+    """How far a save, load or verification is, on the coordinator and for its own part of the bytes.
+
+    >>> reports = []
+    >>> _ = milepost.save({"w": torch.ones(3)}, "memory://watched", progress=reports.append)
+    >>> reports[-1].action, reports[-1].done_bytes, reports[-1].total_bytes
+    ('save', 12, 12)
+    """
 
     action: Literal["save", "load", "verify"]
     url: str

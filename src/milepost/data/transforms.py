@@ -137,7 +137,10 @@ REGISTRY = ExtensionRegistry()
 
 
 def register_extension(cls: type[Extension]) -> None:
-    """Register a stream transform for every later load of this process."""
+    """Register a stream transform for every later load of this process.
+
+    >>> milepost.planning.register_extension(milepost.planning.ZStandard)
+    """
     REGISTRY.register(cls)
 
 

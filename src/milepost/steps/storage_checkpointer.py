@@ -23,6 +23,12 @@ class StorageCheckpointer:
 
     Without planners, the default ones are used. `coordinator_rank`: the rank of the group that decides. `no_dist`: this
     process alone.
+
+    >>> writer = milepost.planning.CheckpointWriter("memory://fixed")
+    >>> reader = milepost.planning.CheckpointReader("memory://fixed")
+    >>> keeper = milepost.StorageCheckpointer(writer, reader)
+    >>> keeper.save({"step": 1}).generation, keeper.load({"step": 0})
+    (1, {'step': 1})
     """
 
     def __init__(

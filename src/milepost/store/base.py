@@ -49,7 +49,11 @@ class Reader(Protocol):
 
 @runtime_checkable
 class Store(Protocol):
-    """Bytes by name. Safe to use from several threads and processes at once."""
+    """Bytes by name. Safe to use from several threads and processes at once.
+
+    >>> isinstance(milepost.store.MemoryStore(), milepost.Store)
+    True
+    """
 
     @property
     def url(self) -> str:
@@ -58,7 +62,8 @@ class Store(Protocol):
     def create(self, name: str, data: bytes) -> None:
         """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken.
 
-        After any other error the name may or may not exist, but that no longer changes.
+        After any other error the name may or may not exist, but that no longer changes. A store whose replies can be
+        lost may raise AlreadyExists for an object that this very call made: callers look whose object it is.
         """
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:

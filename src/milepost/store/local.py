@@ -31,7 +31,11 @@ _TRIES = 20
 
 
 class LocalStore:
-    """Bytes by name in a folder. The first write makes the folder; if that write fails, the folder is removed."""
+    """Bytes by name in a folder. The first write makes the folder; if that write fails, the folder is removed.
+
+    >>> milepost.store.LocalStore("/data/runs/a").url
+    '/data/runs/a'
+    """
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
         self.root = Path(os.path.abspath(root))

@@ -16,7 +16,11 @@ _MEMORY: dict[str, MemoryStore] = {}
 
 
 def store_at(path: Location) -> Store:
-    """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known."""
+    """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known.
+
+    >>> milepost.store.store_at("file:///data/runs/a").url
+    '/data/runs/a'
+    """
     if isinstance(path, os.PathLike):
         return _in_folder(os.fspath(path))
     if not isinstance(path, str) and all(hasattr(path, verb) for verb in _VERBS):

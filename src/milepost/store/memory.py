@@ -8,7 +8,13 @@ from milepost.store.base import Buffer, check_name
 
 
 class MemoryStore:
-    """Bytes by name in a dict. An object appears whole when it is committed."""
+    """Bytes by name in a dict. An object appears whole when it is committed.
+
+    >>> store = milepost.store.MemoryStore()
+    >>> _ = milepost.save({"step": 1}, store)
+    >>> list(store.list("manifest-"))
+    ['manifest-00000001.json']
+    """
 
     def __init__(self, url: str = "memory://") -> None:
         self._url = url

@@ -7,7 +7,13 @@ from milepost.store.base import Reader, Store, Writer, check_name
 
 
 class Within:
-    """The part of `inner` under `prefix/`. Promises what `inner` promises; nothing outside of the prefix is reached."""
+    """The part of `inner` under `prefix/`. Promises what `inner` promises; nothing outside of the prefix is reached.
+
+    >>> store = milepost.store.MemoryStore()
+    >>> _ = milepost.save({"step": 1}, milepost.store.Within(store, "a"))
+    >>> list(store.list("a/manifest-"))
+    ['a/manifest-00000001.json']
+    """
 
     def __init__(self, inner: Store, prefix: str) -> None:
         check_name(prefix)

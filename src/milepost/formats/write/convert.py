@@ -71,6 +71,12 @@ def convert(
     `overwrite=False`: refuse to replace what is at `target`.
     `types`, `allow_pickle`: as for `open`. `host_memory_bytes`, `transfer`, `progress`, `process_group`, `timeout_s`:
     as for `save`. Raises InvalidRequest, CheckpointNotFound, CheckpointDamaged, StorageError.
+
+    >>> _ = milepost.save({"w": torch.ones(3)}, "memory://source")
+    >>> milepost.convert("memory://source", "converted.pt", "torch").tensors
+    1
+    >>> torch.load("converted.pt")["w"]
+    tensor([1., 1., 1.])
     """
     comm, store = ranks_of(process_group, timeout_s), store_at(target)
 
