@@ -64,7 +64,16 @@ def raising_checkpoint_exceptions(step: str, comm: Comm) -> Iterator[None]:
     except CheckpointException:
         raise
     except Exception as error:
-        raise CheckpointException(step, _failures(error, comm)) from error
+        raise checkpoint_exception(step, error, comm) from error
+
+
+def checkpoint_exception(step: str, error: BaseException, comm: Comm) -> BaseException:
+    """An error as a CheckpointException, with what each rank met. Not raised, so that it keeps no frames."""
+    if isinstance(error, CheckpointException) or not isinstance(error, Exception):
+        return error
+    made = CheckpointException(step, _failures(error, comm))
+    made.__cause__ = error
+    return made
 
 
 def _failures(error: Exception, comm: Comm) -> dict[int, WRAPPED_EXCEPTION]:

@@ -17,7 +17,7 @@ from milepost.dcp._engine.calls import comm_of, save_with
 from milepost.dcp._engine.saved_metadata import SavedMetadata, metadata_at
 from milepost.dcp._engine.shared import SAVERS, TURNS
 from milepost.dcp._storage_utils import storage_setup
-from milepost.dcp.api import raising_checkpoint_exceptions
+from milepost.dcp.api import checkpoint_exception, raising_checkpoint_exceptions
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
 from milepost.planning.records import Metadata
@@ -113,11 +113,11 @@ def _save_copied(
 
 
 def _resolve(future: AskedFuture, ended: PendingSave, look_up: Callable[[Receipt], Metadata], comm: Comm) -> None:
+    if ended.receipt is None:
+        assert ended.error is not None
+        future.set_exception(checkpoint_exception("save", ended.error, comm))
+        return
     try:
-        with raising_checkpoint_exceptions("save", comm):
-            if ended.error is not None:
-                raise ended.error
-            assert ended.receipt is not None
-            future.set_result(look_up(ended.receipt))
+        future.set_result(look_up(ended.receipt))
     except BaseException as error:  # noqa: BLE001  # raised where the caller asks
-        future.set_exception(error)
+        future.set_exception(checkpoint_exception("save", error, comm))
