@@ -159,7 +159,7 @@ def test_a_saver_that_gets_no_thread_saves_in_front_and_says_so(tmp_path, monkey
         pending = saver.save({"t": torch.ones(3)}, tmp_path)
         assert pending.done()
         assert pending.result(TIMEOUT_S).generation == 1
-    assert "in front" in caplog.text
+    assert "in the foreground" in caplog.text
     assert saver.save({"t": torch.ones(3)}, tmp_path).result(TIMEOUT_S).generation == 2
     saver.close()
 
