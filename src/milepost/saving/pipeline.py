@@ -60,7 +60,7 @@ class _Start(msgspec.Struct, frozen=True, array_like=True):
 
     aim: Aim
     agreement: bytes
-    on_difference: Literal["error", "warn"]
+    may_differ: bool
     compare_replicas: bool
 
 
@@ -135,7 +135,8 @@ class _Save:
         comm = self.comm
         described = defer(comm, self.describing)
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
-        self.options = replace(self.options, on_difference=start.on_difference, compare_replicas=start.compare_replicas)
+        on_difference: Literal["error", "warn"] = "warn" if start.may_differ else "error"
+        self.options = replace(self.options, on_difference=on_difference, compare_replicas=start.compare_replicas)
         attempt = Attempt(self.store, start.aim, comm.rank, comm.size)
         if start.agreement:
             # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
@@ -160,7 +161,7 @@ class _Save:
         plan = self._find_plan(described) if described is not None and not described.live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         agreement = plan.id if plan is not None and known else b""
-        return _Start(aim, agreement, self.options.on_difference, self.options.compare_replicas)
+        return _Start(aim, agreement, self.options.on_difference == "warn", self.options.compare_replicas)
 
     def _find_plan(self, described: Described) -> GroupPlan | None:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)

@@ -116,7 +116,7 @@ class SimulatedSave:
         """
         others = self.world - 1
         aim = (1, "00000001-0123456789abcdef")  # as an `Aim` is packed; importing that class would import torch
-        start = (aim, self.terms.id if steady else b"", "error", True)
+        start = (aim, self.terms.id if steady else b"", False, True)
         total = self.world * _decision_bytes(msgspec.msgpack.encode(start))
         if not steady:
             terms = msgspec.json.encode(self.terms)
