@@ -197,8 +197,10 @@ def test_a_plan_is_valid_when_torch_finds_it_valid(data, shape):
     )
     expected = torch_default._validate_global_plan(plans, torch_metadata.Metadata({"w": theirs}))
     found = validate_global_plan(plans, Metadata({"w": described(shape, boxes)}))
-    assert len(found) == len(expected)
-    assert bool(found) == bool(expected)
+    if isinstance(expected, bool):  # older versions of torch only say whether it is valid
+        assert (not found) == expected
+    else:
+        assert len(found) == len(expected)
 
 
 def test_all_that_is_wrong_is_told_at_once():

@@ -14,7 +14,7 @@ import milepost
 import milepost.dcp
 from milepost.planning import CheckpointReader, CheckpointWriter, DefaultLoadPlanner, DefaultSavePlanner
 from milepost.store import MemoryStore
-from milepost.testing import run_ranks
+from milepost.testing import TroubledComm, run_ranks
 from tests.planning.states import WHOLE, Central, assert_full, blank, state_of
 from tests.ranks import spawn
 
@@ -59,31 +59,14 @@ def test_plans_are_gathered_only_where_someone_wants_to_see_them():
         seen = []
 
         def run(comm):
-            class Watched:
-                def __getattr__(self, name):
-                    return getattr(comm, name)
-
+            class Watched(TroubledComm):
                 def meet(self, phase, payload, decide):
                     seen.append((phase.step, len(payload)))
-                    return comm.meet(phase, payload, decide)
-
-                def announce(self, phase, note):
-                    return comm.announce(phase, note)
-
-                def hand_out(self, phase, notes):
-                    return comm.hand_out(phase, notes)
-
-                def leave(self, phase, payload):
-                    return comm.leave(phase, payload)
-
-                def index_of(self, rank):
-                    return comm.index_of(rank)
-
-                rank, size, coordinator, group = comm.rank, comm.size, comm.coordinator, comm.group
+                    return super().meet(phase, payload, decide)
 
             state = {f"t{i}": torch.ones(4) for i in range(200)}
-            milepost.save(state, store, planner=planner(), process_group=Watched())
-            milepost.load(dict(state), store, planner=DefaultLoadPlanner(), process_group=Watched())
+            milepost.save(state, store, planner=planner(), process_group=Watched(comm, {}))
+            milepost.load(dict(state), store, planner=DefaultLoadPlanner(), process_group=Watched(comm, {}))
 
         store = MemoryStore()
         run_ranks(2, run)
