@@ -26,7 +26,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
 from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
-from milepost.saving.options import SAVE_OPTIONS, SAVE_SETTINGS, SaveKeywords, SaveSettings
+from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.options import RunKeywords, check_options, only, unknown_options
 from milepost.steps.retention import Rule
@@ -39,8 +39,6 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
-_SAVE = (SAVE_OPTIONS | {"planner"}) - {"metadata", "plans"}
-_LOAD = LOAD_OPTIONS | {"planner"}
 _ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
 """The errors after which `restore` goes on to an older step."""
 _DAMAGES_SHOWN = 20
