@@ -16,7 +16,7 @@ import torch
 from planning_jobs import FSDP, SHAPE, TIMEOUT_S, Job, keys_of, terms_of
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard, Phase
+from milepost.comm import BoardComm, Call, MemoryBoard, Phase
 from milepost.core import box, layout, ranks
 from milepost.core.agreement import Terms, group_of, make_plan
 from milepost.core.division import read_plan, written_by
@@ -80,7 +80,7 @@ def peak_bytes(action: Callable[[], Any]) -> tuple[int, Any]:
 
 
 STEPS = {
-    Phase("", "", step).wire[4:]: step
+    Phase(Call("", ""), step).wire[4:]: step
     for step in ("starting", "describing the state", "agreeing on the layout", "writing", "committing")
 }
 

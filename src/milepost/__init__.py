@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from milepost.checkpoint import Checkpoint, LazyTensor, Verification
 from milepost.checkpoint import open_checkpoint as open
+from milepost.comm.base import Solo
 from milepost.core.agreement import Plans
 from milepost.data.transfer import Progress, Transfer
 from milepost.errors import (
@@ -77,6 +78,7 @@ __all__ = [
     "SaveConflict",
     "SaveInFlight",
     "Sharded",
+    "Solo",
     "StateMismatch",
     "Stateful",
     "StorageCheckpointer",

@@ -51,6 +51,8 @@ class CheckpointError(Exception):
         super().__init__(message)
         self.message = message
         self.failures: dict[int, Failure] = dict(failures or {})
+        self.ranks_apart = False
+        """Whether the ranks lost each other, and join again before their next call."""
 
     def __str__(self) -> str:
         return self.message

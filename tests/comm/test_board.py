@@ -13,7 +13,6 @@ from milepost.comm import (
     Call,
     Meeting,
     MemoryBoard,
-    Phase,
     Solo,
     broadcast,
     depart,
@@ -30,7 +29,7 @@ MEETING = CALL.at("meeting")
 
 
 def phase(step):
-    return Phase("saving to", "somewhere", str(step))
+    return CALL.at(str(step))
 
 
 def test_coordinator_hears_all_in_order_and_every_rank_hears_it():

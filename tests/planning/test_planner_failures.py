@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import milepost
 import milepost.dcp
 from milepost import CheckpointDamaged, InvalidRequest, InvalidState, StorageError
-from milepost.comm import Phase
+from milepost.comm import Call
 from milepost.comm.distributed import ranks_of
 from milepost.planning import CheckpointReader, CheckpointWriter, DefaultLoadPlanner, DefaultSavePlanner
 from milepost.testing import run_ranks
@@ -287,7 +287,7 @@ def test_planners_may_use_the_same_memory_for_every_item(tmp_path, base):
 
 
 def large_notes(rank):
-    comm, phase, note = ranks_of(None, 60.0), Phase("testing", "notes", "a step"), bytes(20 << 20)
+    comm, phase, note = ranks_of(None, 60.0), Call("testing", "notes").at("a step"), bytes(20 << 20)
     answer = comm.meet(phase, note[:-rank] if rank else note, lambda notes: b"".join(notes))
     mine = comm.hand_out(phase, [note, note + b"1"] if rank == 0 else None)
     told = comm.announce(phase, note if rank == 0 else None)

@@ -144,7 +144,7 @@ def test_what_a_rank_knows_and_how_much_time_it_has():
     def work(comm):
         with PreemptionGuard(20, process_group=comm, signals=()) as guard:
             before = guard.preempted, guard.seconds_left
-            comm.meet(milepost.comm.Phase("testing", "here", "before"), b"", b"".join)
+            comm.meet(milepost.comm.Call("testing", "here").at("before"), b"", b"".join)
             if comm.rank == 2:
                 guard._signalled()
             wait_until(lambda: guard.preempted)

@@ -1,5 +1,6 @@
 """Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
 
+import contextlib
 import logging
 import os
 import pickle
@@ -19,11 +20,11 @@ from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.save_thread import run_in_thread
 from milepost.background.staging import Owned, Stager, Staging, Way
 from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, calling, together
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
-from milepost.errors import InvalidRequest, SaveInFlight
+from milepost.errors import CheckpointError, InvalidRequest, SaveInFlight
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
 from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
@@ -274,6 +275,9 @@ class AsyncSaver:
         if self._processes is not None:
             self._processes.close()
         self._stager.free()
+        with contextlib.suppress(CheckpointError):  # the job's store may be gone
+            self._comm.close()
+            self._asking.close()
 
     def __enter__(self) -> Self:
         return self
@@ -363,6 +367,10 @@ class AsyncSaver:
         self._current = pending
 
     def _save(self, save: StagedSave) -> Receipt:
+        with calling(self._comm, Call("saving to", save.store.url)):
+            return self._write(save)
+
+    def _write(self, save: StagedSave) -> Receipt:
         try:
             processes = self._processes
             receipt = write_by_thread(save, self._comm) if processes is None else write_by_process(save, processes)

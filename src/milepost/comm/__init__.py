@@ -1,13 +1,16 @@
 """The ranks of a job: one port (`Comm`), and the one place where an error on a rank becomes an error on all."""
 
 from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo
-from milepost.comm.board import Board, BoardComm, MemoryBoard
+from milepost.comm.board import Board, MemoryBoard
+from milepost.comm.board_comm import BoardComm
+from milepost.comm.channel import Channel
 from milepost.comm.together import (
     Announcement,
     Bytes,
     Deferred,
     Meeting,
     broadcast,
+    calling,
     defer,
     depart,
     meet,
@@ -21,6 +24,7 @@ __all__ = [
     "BoardComm",
     "Bytes",
     "Call",
+    "Channel",
     "Comm",
     "Deferred",
     "Meeting",
@@ -28,6 +32,7 @@ __all__ = [
     "Phase",
     "Solo",
     "broadcast",
+    "calling",
     "defer",
     "depart",
     "meet",

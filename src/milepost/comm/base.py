@@ -17,29 +17,32 @@ class Call(NamedTuple):
 
     def at(self, step: str) -> "Phase":
         """A step of this call."""
-        return Phase(self.action, self.place, step)
+        return Phase(self, step)
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        return f"{self.action} {self.place}"
 
 
 class Phase(NamedTuple):
-    """How far a rank is: what its call does, with which place, and at which step it is."""
+    """How far a rank is: its call, and at which step of it."""
 
-    action: str
-    place: str
+    call: Call
     step: str
 
     @property
     def text(self) -> str:
         """For people."""
-        return f"{self.action} {self.place}: {self.step}"
+        return f"{self.call.text}: {self.step}"
 
     @property
     def wire(self) -> bytes:
         """For the other ranks: six bytes that differ for different calls and steps."""
-        call = xxhash.xxh32_digest(f"{self.action} {self.place}".encode())
-        return call + xxhash.xxh32_digest(self.step.encode())[:2]
+        return xxhash.xxh32_digest(self.call.text.encode()) + xxhash.xxh32_digest(self.step.encode())[:2]
 
     def same_call(self, wire: bytes) -> bool:
-        """Whether another rank's `wire` is a step of the same call."""
+        """Whether another rank's `wire` is a step of a call with the same action and place."""
         return wire[:4] == self.wire[:4]
 
 
@@ -67,6 +70,15 @@ class Comm(Protocol):
     def timeout_s(self) -> float:
         """The longest that this rank waits for the others, each time."""
 
+    def begin(self) -> bool:
+        """Begin a call of several steps: until `end`, no step is taken for that of a new call. Use `calling`.
+
+        False within another call, of which it is a part.
+        """
+
+    def end(self) -> None:
+        """End a call."""
+
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the coordinator, in order of rank, and its decision to every rank.
 
@@ -82,6 +94,9 @@ class Comm(Protocol):
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Take part in a meeting without waiting for its outcome: for a rank that is about to end."""
 
+    def withdraw(self, phase: Phase, payload: bytes) -> None:
+        """Leave the call that this rank is in, wherever it is, and say why: the others raise that. Does not wait."""
+
     def post(self, name: str, note: bytes) -> None:
         """Put up a note for the other ranks to look at; it replaces one of the same name. Does not wait."""
 
@@ -95,17 +110,33 @@ class Comm(Protocol):
         """The same ranks on a separate channel, for calls that run in a thread beside other calls.
 
         Its meetings are its own, and it does not use the process group. Every rank makes these calls in the same order.
+        The first one for a process group waits for the other ranks.
         """
+
+    def close(self) -> None:
+        """Take what is left of a secondary channel off the board. No call may follow."""
 
 
 class Solo:
-    """One process alone."""
+    """One process alone. As `process_group`, it lets one rank of a job save or load without the others.
+
+    >>> receipt = milepost.save({"step": 1}, "memory://alone", process_group=milepost.Solo())
+    >>> receipt.world
+    1
+    """
 
     rank = 0
     size = 1
     coordinator = 0
     group: Any = None
     timeout_s = 0.0
+
+    def begin(self) -> bool:
+        """True: no other rank needs to know."""
+        return True
+
+    def end(self) -> None:
+        """Does nothing: there are no steps to keep apart."""
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """What is decided from the one payload."""
@@ -125,6 +156,9 @@ class Solo:
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Does nothing: no other rank waits."""
 
+    def withdraw(self, phase: Phase, payload: bytes) -> None:
+        """Does nothing: no other rank waits."""
+
     def post(self, name: str, note: bytes) -> None:
         """Does nothing: no other rank looks."""
 
@@ -140,3 +174,6 @@ class Solo:
     def secondary(self) -> "Comm":
         """The same object: there are no meetings to keep apart."""
         return self
+
+    def close(self) -> None:
+        """Does nothing: there is no board."""

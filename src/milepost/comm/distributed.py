@@ -1,6 +1,7 @@
 """The ranks of a `torch.distributed` job, through the store that the job was started with."""
 
 import contextlib
+import os
 import socket
 import time
 import weakref
@@ -12,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from milepost.comm.base import Comm, Solo
-from milepost.comm.board import BoardComm
+from milepost.comm.board_comm import BoardComm
+from milepost.comm.channel import Channel
 from milepost.errors import InvalidRequest, RanksMissing
 
 _FIRST_LOOK_S = 0.001
@@ -23,14 +25,20 @@ _WHOLE, _IN_PIECES = b"\0", b"\1"
 
 
 class TorchBoard:
-    """A board over a c10d store, by a connection of its own where the store offers one."""
+    """A board over a c10d store, by a connection of its own where the store offers one.
 
-    def __init__(self, store: Any, size: int, name: str = "") -> None:
-        self._given, self._size, self._name = store, size, name
+    All boards of a process that are named by this one share its connection: no call waits inside the store, and the
+    server of a large job has to hold the connections of all ranks.
+    """
+
+    def __init__(self, store: Any, size: int) -> None:
+        self._set_up(store.clone() if hasattr(store, "clone") else store, size, "milepost")
+
+    def _set_up(self, own: Any, size: int, name: str) -> None:
+        self._own, self._size, self._name = own, size, name
         # All ranks of a large job look at one server: the more there are, the longer each may pause between looks.
         self._slowest_look_s = min(0.02 + size / 10_000, 1.0)
-        own = store.clone() if hasattr(store, "clone") else store
-        self._store = c10d.PrefixStore(f"milepost{name}", own)
+        self._store = c10d.PrefixStore(name, own)
         self._pieces: dict[str, int] = {}
 
     def pin(self, name: str, note: bytes) -> None:
@@ -88,8 +96,9 @@ class TorchBoard:
 
     def named(self, name: str) -> "TorchBoard":
         """Another board for the same ranks, by its name."""
-        with _reachable():
-            return TorchBoard(self._given, self._size, f"{self._name}/{name}")
+        board = TorchBoard.__new__(TorchBoard)
+        board._set_up(self._own, self._size, f"{self._name}/{name}")  # noqa: SLF001  # of the same class
+        return board
 
 
 def _piece(name: str, i: int) -> str:
@@ -116,6 +125,7 @@ def ranks_of(group: Any, timeout_s: float, coordinator: int = 0) -> Comm:
     if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
+        _check_alone()
         return Solo()
     group = dist.group.WORLD if group is None else group
     if dist.get_rank(group) < 0:
@@ -127,7 +137,19 @@ def ranks_of(group: Any, timeout_s: float, coordinator: int = 0) -> Comm:
         raise InvalidRequest(f"the rank that decides is one of 0 to {len(members) - 1}, not {coordinator}")
     positions = {rank: i for i, rank in enumerate(members)}
     size, rank = len(members), dist.get_rank(group)
-    return BoardComm(_board_of(group, size), rank, size, timeout_s, positions.get, coordinator, group)
+    board, channel = _meeting_place(group, rank, size)
+    return BoardComm(board, rank, size, timeout_s, positions.get, coordinator, group, channel)
+
+
+def _check_alone() -> None:
+    """Raise InvalidRequest in a process that was started as one of several, and has not met the others."""
+    world = os.environ.get("WORLD_SIZE", "")
+    if "RANK" in os.environ and world.isdecimal() and int(world) > 1:
+        raise InvalidRequest(
+            f"this process was started as rank {os.environ['RANK']} of {world} (RANK and WORLD_SIZE are set), but "
+            "torch.distributed.init_process_group was not called, so the ranks would overwrite each other's "
+            "checkpoints. Call it first; or pass process_group=milepost.Solo() to save or load in this process alone."
+        )
 
 
 def key_value_store(address: tuple[str, int] | None) -> Any:
@@ -150,14 +172,18 @@ def address_for(group: Any) -> str:
         return socket.gethostname()
 
 
-_boards: "weakref.WeakKeyDictionary[dist.ProcessGroup, TorchBoard]" = weakref.WeakKeyDictionary()
+_places: "weakref.WeakKeyDictionary[dist.ProcessGroup, tuple[TorchBoard, Channel]]" = weakref.WeakKeyDictionary()
 
 
-def _board_of(group: dist.ProcessGroup, size: int) -> TorchBoard:
-    """The board of a process group, kept as long as the group: connecting takes longer than a call."""
-    if group not in _boards:
-        _boards[group] = TorchBoard(group.get_group_store(), size)
-    return _boards[group]
+def _meeting_place(group: dist.ProcessGroup, rank: int, size: int) -> tuple[TorchBoard, Channel]:
+    """Where the ranks of a process group meet, kept as long as the group: connecting takes longer than a call.
+
+    The board may hold notes of processes that had these ranks before, in the same job. So the ranks join first.
+    """
+    if group not in _places:
+        board = TorchBoard(group.get_group_store(), size)
+        _places[group] = board, Channel(board, rank, size, fresh=False)
+    return _places[group]
 
 
 class _Alone(Solo):

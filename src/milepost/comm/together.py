@@ -12,14 +12,14 @@ An error between two steps is kept by `defer` until the next one, where all rank
 import contextlib
 import pickle
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
 from milepost.comm.base import Call, Comm, Phase
-from milepost.comm.board import BoardComm
+from milepost.comm.board_comm import BoardComm
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.core.wire import Wire
 from milepost.errors import ERRORS, CheckpointError, Failure
@@ -30,6 +30,8 @@ Answer = TypeVar("Answer")
 _KINDS_SHOWN = 20
 _TRACEBACKS = 3
 _ORIGINAL_BYTES = 64 << 10
+_TOLD = "told_to_all_ranks"
+"""An attribute of an exception: the other ranks know of it."""
 
 
 class Packs(Protocol[T]):
@@ -153,7 +155,9 @@ def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: 
     """Run `work` on the coordinator and give its result to every rank. Waits for the coordinator only."""
     phase = call.at(announcement.step)
     if comm.rank != comm.coordinator:
-        return announcement.answers.unpack(_answered(phase, comm.announce(phase, None), comm, None))
+        with _told(comm, phase):
+            answer = comm.announce(phase, None)
+        return announcement.answers.unpack(_answered(phase, answer, comm, None))
     failed: Exception | None = None
     try:
         verdict = _Verdict(announcement.answers.pack(work()))
@@ -162,9 +166,50 @@ def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: 
             raise
         failed, verdict = error, _Verdict(failures=_grouped({comm.rank: failure_of(error)}))
     except BaseException as error:
-        comm.leave(phase, _parting(comm, failure_of(error)))
+        _leave(comm, phase, error)
         raise
-    return announcement.answers.unpack(_answered(phase, comm.announce(phase, _VERDICTS.pack(verdict)), comm, failed))
+    with _told(comm, phase):
+        answer = comm.announce(phase, _VERDICTS.pack(verdict))
+    return announcement.answers.unpack(_answered(phase, answer, comm, failed))
+
+
+@contextlib.contextmanager
+def calling(comm: Comm, call: Call) -> Iterator[Call]:
+    """Around all steps of a call. If anything but the error of a step ends the call here, the others hear of it.
+
+    Calls may be nested. The inner ones are parts of the outermost, which may go on after an error of theirs.
+    """
+    outermost = comm.begin()
+    try:
+        with _told(comm, call.at("between two steps")) if outermost else contextlib.nullcontext():
+            yield call
+    finally:
+        comm.end()
+
+
+@contextlib.contextmanager
+def _told(comm: Comm, phase: Phase) -> Iterator[None]:
+    """Tell the others what leaves this block, unless they know it: the next step that they come to raises it."""
+    try:
+        yield
+    except BaseException as error:
+        if not getattr(error, _TOLD, False):
+            with contextlib.suppress(Exception):  # the board cannot be reached: they will miss this rank
+                comm.withdraw(phase, _parting(comm, failure_of(error)))
+            _mark_told(error)
+        raise
+
+
+def _leave(comm: Comm, phase: Phase, error: BaseException) -> None:
+    """Leave (Ctrl-C, sys.exit): tell the others, do not wait for them."""
+    with contextlib.suppress(Exception):  # as above; and the error itself matters more
+        comm.leave(phase, _parting(comm, failure_of(error)))
+    _mark_told(error)
+
+
+def _mark_told(error: BaseException) -> None:
+    with contextlib.suppress(AttributeError):  # an exception with slots
+        setattr(error, _TOLD, True)
 
 
 def depart(comm: BoardComm, error: BaseException) -> None:
@@ -192,8 +237,7 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
         met.append(error)
         report = _Report(failure=failure_of(error))
     except BaseException as error:
-        # Leaving (Ctrl-C, sys.exit): tell the others, do not wait for them.
-        comm.leave(phase, _parting(comm, failure_of(error)))
+        _leave(comm, phase, error)
         raise
 
     def judge(packed: list[bytes]) -> bytes:
@@ -207,8 +251,10 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
             met.append(error)
             return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure_of(error)})))
 
-    answer = comm.meet(phase, _REPORTS.pack(report), judge)
+    with _told(comm, phase):
+        answer = comm.meet(phase, _REPORTS.pack(report), judge)
     if met and (comm.size == 1 or not isinstance(met[0], Exception)):
+        _mark_told(met[0])
         raise met[0]
     return _answered(phase, answer, comm, met[0] if met else None)
 
@@ -223,7 +269,9 @@ def _parting(comm: Comm, failure: Failure) -> bytes:
 def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | None) -> bytes:
     verdict = _VERDICTS.unpack(answer)
     if verdict.failures:
-        raise _combined(phase, verdict.failures, comm.rank) from mine
+        error = _combined(phase, verdict.failures, comm.rank)
+        _mark_told(error)
+        raise error from mine
     return verdict.decision
 
 

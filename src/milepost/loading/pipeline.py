@@ -11,7 +11,7 @@ import numpy as np
 import torch
 import xxhash
 
-from milepost.comm import Announcement, Call, Comm, Deferred, Meeting, broadcast, defer, meet, together
+from milepost.comm import Announcement, Call, Comm, Deferred, Meeting, broadcast, calling, defer, meet, together
 from milepost.commit.find import find, parse, read_manifest
 from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
@@ -65,7 +65,12 @@ _EXPLAINING = Meeting("matching", Wire(RankMatch), Wire(LoadReport))
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
     """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
-    call, describer = Call("loading", store.url), Describer(comm)
+    with calling(comm, Call("loading", store.url)) as call:
+        return _load(state, store, comm, call, options)
+
+
+def _load(state: Any, store: Store, comm: Comm, call: Call, options: LoadOptions) -> Any:
+    describer = Describer(comm)
     opened = open_together(store, comm, call)
     match, share = _match(state, opened, comm, call, options)
     files = opened.get()
@@ -101,15 +106,15 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
 
 def explain_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> LoadReport:
     """The report that a load would act on, on every rank. Reads the manifest and nothing else; changes nothing."""
-    call = Call("explaining", store.url)
-    opened = open_together(store, comm, call)
-    return meet(
-        comm,
-        call,
-        _EXPLAINING,
-        lambda: _matched(state, opened.get().manifest, comm, options).report,
-        lambda found: merge_reports(store.url, keys_of(opened.get().manifest), found),
-    )
+    with calling(comm, Call("explaining", store.url)) as call:
+        opened = open_together(store, comm, call)
+        return meet(
+            comm,
+            call,
+            _EXPLAINING,
+            lambda: _matched(state, opened.get().manifest, comm, options).report,
+            lambda found: merge_reports(store.url, keys_of(opened.get().manifest), found),
+        )
 
 
 def refuse_load(store: Store, comm: Comm, error: Exception, action: str = "loading") -> NoReturn:
@@ -122,9 +127,9 @@ def refuse_load(store: Store, comm: Comm, error: Exception, action: str = "loadi
         raise error
 
     if comm.size > 1:
-        call = Call(action, store.url)
-        open_together(store, comm, call)
-        together(comm, call, _MATCHING.step, fail)
+        with calling(comm, Call(action, store.url)) as call:
+            open_together(store, comm, call)
+            together(comm, call, _MATCHING.step, fail)
     raise error
 
 

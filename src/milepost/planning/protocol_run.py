@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, TypeVar
 
-from milepost.comm import Call, Comm, Meeting, meet, together
+from milepost.comm import Call, Comm, Meeting, calling, meet, together
 from milepost.core.wire import Wire
 from milepost.errors import InvalidRequest
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
@@ -46,15 +46,15 @@ _READING, _APPLYING = "reading", "applying"
 def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     """Save by plans. Gives the metadata on the coordinator, None elsewhere. Raises the same error on every rank."""
     try:
-        return _save(state, writer, planner, comm)
+        with calling(comm, Call("saving to", place_of(writer))) as call:
+            return _save(state, writer, planner, comm, call)
     except BaseException as error:
         _abort(writer, error)
         raise
 
 
-def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
+def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm, call: Call) -> Metadata | None:
     made: list[Metadata] = []
-    call = Call("saving to", place_of(writer))
     is_coordinator = comm.rank == comm.coordinator
 
     def plan_here() -> SavePlan:
@@ -83,7 +83,13 @@ def load_planned(
     state: MakeState, apply: Callable[[], None], reader: StorageReader, planner: LoadPlanner, comm: Comm
 ) -> None:
     """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
-    call = Call("loading", place_of(reader))
+    with calling(comm, Call("loading", place_of(reader))) as call:
+        _load(state, apply, reader, planner, comm, call)
+
+
+def _load(
+    state: MakeState, apply: Callable[[], None], reader: StorageReader, planner: LoadPlanner, comm: Comm, call: Call
+) -> None:
     is_coordinator = comm.rank == comm.coordinator
     # Where the reader can: all ranks read what the coordinator finds, though a save may replace it meanwhile.
     join = getattr(reader, "open_together", None)

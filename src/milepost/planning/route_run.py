@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from milepost.comm import Announcement, Call, Comm, broadcast
+from milepost.comm import Announcement, Call, Comm, broadcast, calling
 from milepost.core.wire import Wire
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.local_plan import save_by_local_plans
@@ -37,12 +37,14 @@ def save_with_planner(
 ) -> Receipt:
     """Save by the local plans of the ranks, or by the global plan. Raises the same error on every rank."""
     state = cache(state)
-    match chosen:
-        case LocalPlanner():
-            receipt = save_by_local_plans(state, chosen, comm, options)
-            return receipt or _save_by_global_plan(state, GlobalPlanner(chosen.writer, chosen.planner), comm, options)
-        case GlobalPlanner():
-            return _save_by_global_plan(state, chosen, comm, options)
+    with calling(comm, Call("saving to", place_of(chosen.writer))):
+        match chosen:
+            case LocalPlanner():
+                by_all = GlobalPlanner(chosen.writer, chosen.planner)
+                receipt = save_by_local_plans(state, chosen, comm, options)
+                return receipt or _save_by_global_plan(state, by_all, comm, options)
+            case GlobalPlanner():
+                return _save_by_global_plan(state, chosen, comm, options)
 
 
 def _save_by_global_plan(state: MakeState, chosen: GlobalPlanner, comm: Comm, options: SaveOptions) -> Receipt:

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from milepost.comm import Announcement, Bytes, Call, Comm, Deferred, Meeting, broadcast, defer, meet
+from milepost.comm import Announcement, Bytes, Call, Comm, Deferred, Meeting, broadcast, calling, defer, meet
 from milepost.commit.attempt import Aim, Attempt, Contents, take_aim
 from milepost.core.agreement import GroupPlan, Overview, Plans
 from milepost.core.division import written_by
@@ -132,6 +132,10 @@ class _Save:
         self.warnings: list[str] = []
 
     def run(self) -> Receipt:
+        with calling(self.comm, self.call):
+            return self._run()
+
+    def _run(self) -> Receipt:
         comm = self.comm
         described = defer(comm, self.describing)
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
@@ -151,7 +155,7 @@ class _Save:
         if comm.rank == comm.coordinator:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             for text in self.warnings:
-                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
+                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=6)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:

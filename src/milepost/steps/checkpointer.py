@@ -16,7 +16,7 @@ from milepost.background.pending import PendingSave
 from milepost.background.saver import AsyncSaver, Background, WhenBusy
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, meet, together
 from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
@@ -160,8 +160,9 @@ class Checkpointer:
                 refuse(place, comm, error)
         given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
         planner = planner if planner is not None else self._save_planner
-        receipt = save(state, place, planner=planner, process_group=comm, **given)
-        self._retain(comm, step)
+        with calling(comm, Call("saving to", place.url)):
+            receipt = save(state, place, planner=planner, process_group=comm, **given)
+            self._retain(comm, step)
         return receipt
 
     def async_save(
@@ -262,26 +263,27 @@ class Checkpointer:
         planner = planner if planner is not None else self._load_planner
         wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
         skipped: dict[int, str] = {}
-        while True:
-            chosen = self._choose(comm, step, skipped, wish)
-            if wrong is not None:
-                _refuse_restore(self._shelf, comm, chosen, wrong)
-            if chosen.step is None:
-                return self._nothing(skipped, default)
-            try:
-                place = self._shelf.place(chosen.step)
-                if chosen.verify_first:
-                    call = Call("restoring from", place.url)
-                    together(comm, call, "verifying", partial(_verify, comm, place, given))
-                load(state, place, planner=planner, process_group=comm, **given)
-            except CheckpointError as error:
-                if step is not None or not _allows_another(error):
-                    raise
-                skipped[chosen.step] = str(error)
-                if comm.rank == comm.coordinator:
-                    _log.warning("skipping %s: %s", place.url, error)
-            else:
-                return chosen.step
+        with calling(comm, Call("restoring from", self.url)):
+            while True:
+                chosen = self._choose(comm, step, skipped, wish)
+                if wrong is not None:
+                    _refuse_restore(self._shelf, comm, chosen, wrong)
+                if chosen.step is None:
+                    return self._nothing(skipped, default)
+                try:
+                    place = self._shelf.place(chosen.step)
+                    if chosen.verify_first:
+                        call = Call("restoring from", place.url)
+                        together(comm, call, "verifying", partial(_verify, comm, place, given))
+                    load(state, place, planner=planner, process_group=comm, **given)
+                except CheckpointError as error:
+                    if step is not None or not _allows_another(error):
+                        raise
+                    skipped[chosen.step] = str(error)
+                    if comm.rank == comm.coordinator:
+                        _log.warning("skipping %s: %s", place.url, error)
+                else:
+                    return chosen.step
 
     def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_RestoreChoice":
         """The coordinator's choice, on every rank: the newest step that was not tried yet."""

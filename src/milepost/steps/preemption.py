@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import msgspec
 
-from milepost.comm import Comm
+from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.distributed import ranks_of
 from milepost.core.ranks import show_ranks
 from milepost.core.wire import Wire
-from milepost.errors import InvalidRequest, RanksMissing
+from milepost.errors import CheckpointError, InvalidRequest, RanksMissing
 from milepost.steps.shelf import checked_step
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ class PreemptionGuard:
     `grace_s`: how long the platform lets a process live after the signal. `timeout_s`: how long the ranks wait for each
     other's report, at most half of the grace period. Reports arrive within about a second, however long a step takes.
     `process_group`: the ranks that stop together, as for `milepost.save`. Their messages go through the job's store,
-    never through the process group.
+    never through the process group. Every rank makes the guard, and the first ones wait for the others.
 
     >>> with milepost.PreemptionGuard(grace_s=60) as guard:
     ...     for step in range(3):
@@ -89,7 +89,7 @@ class PreemptionGuard:
     ) -> None:
         signals = tuple(signals)
         _check(grace_s, timeout_s, signals)
-        comm = ranks_of(process_group, timeout_s)
+        comm = ranks_of(process_group, TIMEOUT_S)
         self._grace_s = grace_s
         self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
         self._lookout = _Lookout(comm.secondary(), min(timeout_s, grace_s / 2))
@@ -333,6 +333,9 @@ class _Lookout:
             )
         elif self._error is not None:
             _log.warning("the preemption guard could not reach the other ranks: %s", self._error)
+        else:
+            with contextlib.suppress(CheckpointError):  # the job's store may be gone
+                self._comm.close()
 
     def _left_s(self, margin_s: float) -> float:
         """How much longer to wait for other ranks: no longer than `patience_s` and a margin from the signal on."""

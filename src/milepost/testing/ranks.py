@@ -74,12 +74,14 @@ class TroubledComm:
     """
 
     def __init__(self, inner: Comm, hooks: Mapping[str, Callable[[], None]]) -> None:
-        self._inner, self._hooks = inner, hooks
+        self._inner, self._hooks, self._silent = inner, hooks, False
 
     def _reach(self, phase: Phase) -> None:
         hook = self._hooks.get(phase.step)
         if hook is not None:
+            self._silent = True
             hook()
+            self._silent = False
 
     @property
     def rank(self) -> int:
@@ -106,6 +108,14 @@ class TroubledComm:
         """The longest time that this rank waits for the others."""
         return self._inner.timeout_s
 
+    def begin(self) -> bool:
+        """Begin a call; False within another one."""
+        return self._inner.begin()
+
+    def end(self) -> None:
+        """End a call."""
+        self._inner.end()
+
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Run the hook of this step, then meet."""
         self._reach(phase)
@@ -125,6 +135,11 @@ class TroubledComm:
         """Leave, without a hook."""
         self._inner.leave(phase, payload)
 
+    def withdraw(self, phase: Phase, payload: bytes) -> None:
+        """Withdraw; but not after a hook has raised, for such a rank leaves without a word."""
+        if not self._silent:
+            self._inner.withdraw(phase, payload)
+
     def post(self, name: str, note: bytes) -> None:
         """Post, without a hook."""
         self._inner.post(name, note)
@@ -140,3 +155,7 @@ class TroubledComm:
     def secondary(self) -> "TroubledComm":
         """The same ranks with the same hooks, for calls that run beside others."""
         return TroubledComm(self._inner.secondary(), self._hooks)
+
+    def close(self) -> None:
+        """Close, without a hook."""
+        self._inner.close()

@@ -99,4 +99,6 @@ class Writers:
 def is_broken(error: BaseException) -> bool:
     """Whether the writing processes must be started again after this error. The same on every rank."""
     kinds = {failure.kind for failure in getattr(error, "failures", {}).values()} | {type(error).__name__}
-    return isinstance(error, CheckpointError) and bool(kinds & {"WriterDied", "RanksMissing"})
+    if not isinstance(error, CheckpointError):
+        return False
+    return error.ranks_apart or bool(kinds & {"WriterDied", "RanksMissing"})

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling
 from milepost.comm.base import Solo
 from milepost.comm.distributed import ranks_of
 from milepost.dcp._engine.saved_metadata import SavedMetadata, metadata_at
@@ -30,11 +30,11 @@ def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -
     """Save with planners and storage of either side. Raises CheckpointException, the same on every rank."""
     state = cache(state)
     with raising_checkpoint_exceptions("save", comm):
-        match route(storage_writer, planner):
-            case NoPlanner() | LocalPlanner() as chosen:
-                return _save_by_local_plans(state, chosen, comm)
-            case GlobalPlanner() as chosen:
+        chosen = route(storage_writer, planner)
+        with calling(comm, Call("saving to", place_of(chosen.writer))):
+            if isinstance(chosen, GlobalPlanner):
                 return _save_by_global_plan(state, chosen, comm)
+            return _save_by_local_plans(state, chosen, comm)
 
 
 def _save_by_local_plans(state: MakeState, chosen: NoPlanner | LocalPlanner, comm: Comm) -> Metadata:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 import msgspec
 
 from milepost.checkpoint import open_checkpoint
-from milepost.comm import TIMEOUT_S, Call, Comm, together
+from milepost.comm import TIMEOUT_S, Call, Comm, calling, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
@@ -89,19 +89,20 @@ def convert(
             local_folder(store, to)
         return within(transfer, host_memory_bytes)
 
-    limited = together(comm, Call("converting to", store.url), "checking the options", check)
-    meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-    opened = _Origin(source, tuple(types), allow_pickle, rename, limited)
-    try:
-        if to == "milepost":
-            write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
-        else:
-            root, plan = _foreign(opened, to, local_folder(store, to), comm.size, max_shard_bytes, drop_values)
-            write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
-    finally:
-        opened.close()
-    tensors = opened.chosen.tensors
-    return Converted(store.url, to, len(tensors), sum(saved.size_bytes for _, saved in tensors))
+    with calling(comm, Call("converting to", store.url)) as call:
+        limited = together(comm, call, "checking the options", check)
+        meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
+        opened = _Origin(source, tuple(types), allow_pickle, rename, limited)
+        try:
+            if to == "milepost":
+                write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
+            else:
+                root, plan = _foreign(opened, to, local_folder(store, to), comm.size, max_shard_bytes, drop_values)
+                write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
+        finally:
+            opened.close()
+        tensors = opened.chosen.tensors
+        return Converted(store.url, to, len(tensors), sum(saved.size_bytes for _, saved in tensors))
 
 
 def within(transfer: Transfer | None, host_memory_bytes: int) -> Transfer:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, defer, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling, defer, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
@@ -83,10 +83,18 @@ def export_safetensors(
         limited = within(transfer, host_memory_bytes)
         return FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
 
-    attempt = together(comm, Call("converting to", store.url), "checking the options", check)
-    limited = attempt.transfer
-    meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-    plans = Plans()
+    with calling(comm, Call("converting to", store.url)) as call:
+        attempt = together(comm, call, "checking the options", check)
+        meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
+        terms = _export(state, attempt, meter, rename, drop_values, max_shard_bytes)
+    total = sum(tensor.size_bytes for tensor in terms.tensors)
+    return Converted(store.url, "safetensors", len(terms.tensors), total)
+
+
+def _export(
+    state: Any, attempt: FolderAttempt, meter: Meter, rename: Rename | None, drop_values: bool, max_shard_bytes: int
+) -> _ExportTerms:
+    comm, limited, plans = attempt.comm, attempt.transfer, Plans()
     deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
     agreed = agree(comm, attempt.call, deferred, plans, True)
     described = deferred.get()
@@ -120,8 +128,7 @@ def export_safetensors(
 
     attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
     meter.finish()
-    total = sum(tensor.size_bytes for tensor in terms.tensors)
-    return Converted(store.url, "safetensors", len(terms.tensors), total)
+    return terms
 
 
 def _terms(

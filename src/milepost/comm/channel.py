@@ -1,0 +1,253 @@
+"""Where the ranks of a job meet, and how they find each other there.
+
+A channel has a board. The ranks count their meetings on it, each for itself, and as long as all of them make the same
+calls, the counts are equal. Two things put an end to that:
+
+* A rank did not come, left in the middle, or made another call. Then the ranks' counts may differ for good.
+* The process is a new one, started again in the same job, and the board still has the notes of its predecessor.
+
+In both cases the ranks *join*: they agree on a new board that has nothing on it.
+
+1. Every rank pins a greeting with a number of its own that was never used before.
+2. The coordinator invents a name for the new board and pins it as the answer to each greeting. A rank waits for the
+   answer to its own greeting, so it cannot take one that was meant for an earlier process or an earlier call.
+3. Every rank pins to the new board that it is there. Greetings of processes that are dead are never followed by that.
+4. When all ranks are there, the coordinator says so, and the call begins.
+
+Ranks join for the call that they are at, whatever number it has. So a rank that is late, or that skipped a call, meets
+the others where these try again.
+"""
+
+import secrets
+import time
+from collections import OrderedDict
+
+import msgspec
+
+from milepost.comm.base import Phase
+from milepost.comm.board import Board
+from milepost.comm.outcome import Outcome, error_of
+from milepost.core.wire import Wire
+from milepost.version import __version__
+
+GRACE_S = 10.0
+"""How much longer than the coordinator the others wait at most, so that its verdict reaches them first."""
+_REMEMBERED = 16
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 5.0
+_GAVE_UP, _JOINED, _LEFT = "gave-up", "joined", "left"
+
+
+class Presence(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank that joins says on the new board: the step that it is at, and its version of Milepost."""
+
+    wire: bytes
+    version: str
+
+
+class Leaver(msgspec.Struct, frozen=True, array_like=True):
+    """A rank that left its call: the last meeting and step to which it came, and whether it only waited too long."""
+
+    number: int
+    wire: bytes
+    gave_up: bool
+
+
+_PRESENCES = Wire(Presence)
+_LEAVERS = Wire(Leaver)
+
+
+class Channel:
+    """One rank's view of the place where all ranks meet.
+
+    `fresh`: nothing was ever on this board, so the ranks need not join before their first call.
+    """
+
+    def __init__(self, board: Board, rank: int, size: int, *, fresh: bool = True) -> None:
+        self._first, self._rank, self._size = board, rank, size
+        self._board = board if fresh else None
+        self._told = b""
+        """The last verdict which says that the others gave up on this rank, and which this rank has raised."""
+        self._littered: list[tuple[Board, list[str]]] = []
+        self.phases: OrderedDict[int, Phase] = OrderedDict()
+        self._depth = 0
+        self._begun = False
+        self.announcements = 0
+        self.concluded: list[int] = []
+        """On the coordinator: the meetings whose outcome is on the board."""
+        self._unsettled = False
+
+    @property
+    def joined(self) -> bool:
+        """Whether this rank has a board that it shares with the others."""
+        return self._board is not None
+
+    @property
+    def board(self) -> Board:
+        """The board on which the ranks meet at present."""
+        assert self._board is not None, "the ranks have not joined"
+        return self._board
+
+    def begin(self) -> bool:
+        """Begin a call, or a call within a call; False for the latter."""
+        self._begun = self._begun and self._depth > 0
+        self._depth += 1
+        return self._depth == 1
+
+    def end(self) -> None:
+        """End it."""
+        self._depth -= 1
+
+    @property
+    def continues(self) -> bool:
+        """Whether this rank is in a call of which it has taken a step already."""
+        return self._depth > 0 and self._begun
+
+    def note(self, number: int, phase: Phase) -> None:
+        """Remember at which step this rank was in a meeting."""
+        self._begun = True
+        self.phases[number] = phase
+        while len(self.phases) > _REMEMBERED:
+            self.phases.popitem(last=False)
+
+    def part(self, litter: list[str], verdict: Outcome | None = None) -> None:
+        """Stop counting: this rank joins again before its next call. `litter`: its notes, to be removed then."""
+        if self._board is not None:
+            self._littered.append((self._board, [*litter, f"count/{self._rank}"]))
+        if verdict is not None and self._rank in verdict.missing:
+            self._told = verdict.pack()
+        self._board = None
+
+    def show_leaver(self, leaver: Leaver) -> None:
+        """Let the coordinator know, before its next call, that this rank has left."""
+        self.board.pin(_LEFT, _LEAVERS.pack(leaver))
+
+    def leaver(self) -> Leaver | None:
+        """A rank that has left since the ranks joined, if there is one."""
+        note = self.board.read([_LEFT], 0.0)[0]
+        return _LEAVERS.unpack(note) if note is not None else None
+
+    def give_up(self, verdict: Outcome) -> None:
+        """On the coordinator: let ranks that come later know that the others did not wait."""
+        self._first.pin(_GAVE_UP, verdict.pack())
+
+    def join(self, phase: Phase, coordinator: int, timeout_s: float) -> None:
+        """Meet all ranks on a new board. Raises RanksMissing, or CheckpointError if they are at different calls."""
+        self.phases.clear()
+        self.concluded.clear()
+        self.announcements = 0
+        if self._rank == coordinator:
+            board, verdict = self._gather(phase, timeout_s)
+        else:
+            board, verdict = self._find(phase, coordinator, timeout_s)
+        error = error_of(verdict, phase, self._rank, coordinator)
+        if error is not None:
+            self._told = verdict.pack() if self._rank in verdict.missing else self._told
+            raise error
+        self._board, self._unsettled = board, True
+        self._tidy(coordinator)
+
+    def _tidy(self, coordinator: int) -> None:
+        """Remove what this rank left on boards that no rank looks at any more."""
+        littered, self._littered = self._littered, []
+        for board, names in littered:
+            for name in names:
+                board.remove(name)
+        if self._rank == coordinator:
+            self._first.remove(_GAVE_UP)
+
+    def settled(self, number: int) -> None:
+        """On the coordinator, after a meeting of all: no rank looks any more at what was there before."""
+        if self._unsettled:
+            self._unsettled = False
+            self.board.remove(_JOINED)
+        self.concluded = [number]
+
+    # The coordinator's side.
+
+    def _gather(self, phase: Phase, timeout_s: float) -> tuple[Board, Outcome]:
+        name = secrets.token_hex(8)
+        board = self._first.named(name)
+        self._first.remove(_GAVE_UP)
+        answered: dict[int, bytes] = {}
+        there = {self._rank: Presence(phase.wire, __version__)}
+        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        while absent := [rank for rank in range(self._size) if rank not in there]:
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                break
+            self._answer(absent, answered, name.encode(), min(pause_s, left_s))
+            here = board.read([f"here/{rank}" for rank in absent if rank in answered], min(pause_s, left_s))
+            found = zip([rank for rank in absent if rank in answered], here, strict=True)
+            there |= {rank: _PRESENCES.unpack(note) for rank, note in found if note is not None}
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        verdict = _verdict(there, self._size, phase, timeout_s)
+        board.pin(_JOINED, verdict.pack())
+        if verdict.missing:
+            self.give_up(verdict)
+        return board, verdict
+
+    def _answer(self, absent: list[int], answered: dict[int, bytes], name: bytes, wait_s: float) -> None:
+        """Answer the greetings of these ranks; those of dead processes too, for they look the same."""
+        greetings = self._first.read([f"hello/{rank}" for rank in absent], 0.0 if answered else wait_s)
+        for rank, greeting in zip(absent, greetings, strict=True):
+            if greeting is not None and answered.get(rank) != greeting:
+                answered[rank] = greeting
+                self._first.pin(_answer_to(greeting), name)
+
+    # The other ranks' side.
+
+    def _find(self, phase: Phase, coordinator: int, timeout_s: float) -> tuple[Board, Outcome]:
+        greeting = secrets.token_hex(8).encode()
+        self._first.pin(f"hello/{self._rank}", greeting)
+        board = None
+        try:
+            board, verdict = self._follow(greeting, phase, coordinator, timeout_s)
+        finally:
+            self._first.remove(f"hello/{self._rank}")
+            self._first.remove(_answer_to(greeting))
+        return board, verdict
+
+    def _follow(self, greeting: bytes, phase: Phase, coordinator: int, timeout_s: float) -> tuple[Board, Outcome]:
+        """Go to the board that the coordinator names, and wait there for all others."""
+        waited_s = timeout_s + min(GRACE_S, timeout_s)
+        deadline, board, name = time.monotonic() + waited_s, self._first, b""
+        given_up = self._given_up(phase)
+        patience = time.monotonic() + min(GRACE_S, timeout_s) if given_up is not None else deadline
+        while (left_s := deadline - time.monotonic()) > 0:
+            look_s = 0.0 if name else min(left_s, _LAST_LOOK_S, max(patience - time.monotonic(), 0.0))
+            answer = self._first.read([_answer_to(greeting)], look_s)[0]
+            if answer is not None and answer != name:
+                name = answer
+                board = self._first.named(name.decode())
+                board.pin(f"here/{self._rank}", _PRESENCES.pack(Presence(phase.wire, __version__)))
+            elif answer is None and given_up is not None and time.monotonic() >= patience:
+                return board, given_up
+            if name:
+                note = board.read([_JOINED], min(left_s, _LAST_LOOK_S))[0]
+                if note is not None:
+                    board.remove(f"here/{self._rank}")
+                    return board, Outcome.unpack(note)
+        return board, Outcome(phase.wire, missing={coordinator: ""}, waited_s=waited_s, apart=True)
+
+    def _given_up(self, phase: Phase) -> Outcome | None:
+        """The verdict of the others on this call, if they gave up on this rank, and it has not raised that yet."""
+        note = self._first.read([_GAVE_UP], 0.0)[0]
+        if note is None or note == self._told:
+            return None
+        verdict = Outcome.unpack(note)
+        return verdict if self._rank in verdict.missing and phase.same_call(verdict.wire) else None
+
+
+def _answer_to(greeting: bytes) -> str:
+    return f"welcome/{greeting.decode()}"
+
+
+def _verdict(there: dict[int, Presence], size: int, phase: Phase, waited_s: float) -> Outcome:
+    """What the coordinator says to those who are there: begin; or who is missing, or came for something else."""
+    missing = {rank: "" for rank in range(size) if rank not in there}
+    if missing:
+        return Outcome(phase.wire, missing=missing, waited_s=waited_s, apart=True)
+    if any(presence.version != __version__ for presence in there.values()):
+        return Outcome(phase.wire, versions={rank: p.version for rank, p in sorted(there.items())}, apart=True)
+    odd = {rank: presence.wire for rank, presence in there.items() if presence.wire != phase.wire}
+    return Outcome(phase.wire, odd=odd, apart=bool(odd))
