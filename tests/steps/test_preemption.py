@@ -185,6 +185,7 @@ def until_stopped(guard):
 def test_absent_rank_is_named_within_the_deadline(gone):
     def work(comm):
         if comm.rank == gone:
+            comm.secondary()  # as a rank does that makes its guard and dies
             return
         with PreemptionGuard(60, process_group=comm, signals=(), timeout_s=0.5) as guard:
             if comm.rank == 1:
@@ -196,6 +197,13 @@ def test_absent_rank_is_named_within_the_deadline(gone):
     began = time.monotonic()
     run_ranks(3, work)
     assert time.monotonic() - began < 15
+
+
+class Lone(BoardComm):
+    """A rank whose peers made their guards, and are never heard of again."""
+
+    def secondary(self):
+        return self
 
 
 class BoardThatEnds(MemoryBoard):
@@ -216,7 +224,7 @@ def test_a_store_that_is_gone_is_told_by_the_next_step_once(caplog):
     board = BoardThatEnds()
     for asked in (True, False):
         board.gone = False
-        with PreemptionGuard(process_group=BoardComm(board, 1, 2, 10), signals=()) as guard:
+        with PreemptionGuard(process_group=Lone(board, 1, 2, 10), signals=()) as guard:
             assert not guard.reached(1)
             board.gone = True
             wait_until(lambda: not guard._lookout._thread.is_alive())
@@ -232,7 +240,7 @@ def test_a_store_that_is_gone_is_told_by_the_next_step_once(caplog):
 def test_the_thread_ends_with_the_guard_also_while_it_waits_for_others():
     for signalled in (False, True):
         for rank in (0, 1):
-            guard = PreemptionGuard(process_group=BoardComm(MemoryBoard(), rank, 2, 10), signals=())
+            guard = PreemptionGuard(process_group=Lone(MemoryBoard(), rank, 2, 10), signals=())
             if signalled:
                 guard._signalled()
                 wait_until(lambda guard=guard: not guard._lookout._calm)
@@ -252,7 +260,7 @@ def test_nothing_is_asked_of_the_store_in_a_step_and_little_in_between():
             return super().read(names, timeout_s)
 
     board = Counting()
-    with PreemptionGuard(process_group=BoardComm(board, 1, 2, 10), signals=()) as guard:
+    with PreemptionGuard(process_group=Lone(board, 1, 2, 10), signals=()) as guard:
         began = time.monotonic()
         times = []
         for step in range(50_000):
@@ -358,7 +366,7 @@ def test_requests_that_make_no_sense_are_refused(by_hand):
         guard.reached(1)
     with pytest.raises(milepost.InvalidRequest, match="once"), guard:
         pass
-    with PreemptionGuard(process_group=BoardComm(MemoryBoard(), 1, 2, 10)) as guard:
+    with PreemptionGuard(process_group=Lone(MemoryBoard(), 1, 2, 10)) as guard:
         guard.reached(7)
         with pytest.raises(milepost.InvalidRequest, match="step 6 comes after step 7"):
             guard.reached(6)

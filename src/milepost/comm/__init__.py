@@ -13,6 +13,7 @@ from milepost.comm.together import (
     calling,
     defer,
     depart,
+    mark_told,
     meet,
     together,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "calling",
     "defer",
     "depart",
+    "mark_told",
     "meet",
     "together",
 ]

@@ -27,6 +27,7 @@ from milepost.errors import ERRORS, CheckpointError, Failure
 T = TypeVar("T")
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
+E = TypeVar("E", bound=BaseException)
 _KINDS_SHOWN = 20
 _TRACEBACKS = 3
 _ORIGINAL_BYTES = 64 << 10
@@ -196,7 +197,7 @@ def _told(comm: Comm, phase: Phase) -> Iterator[None]:
         if not getattr(error, _TOLD, False):
             with contextlib.suppress(Exception):  # the board cannot be reached: they will miss this rank
                 comm.withdraw(phase, _parting(comm, failure_of(error)))
-            _mark_told(error)
+            mark_told(error)
         raise
 
 
@@ -204,12 +205,14 @@ def _leave(comm: Comm, phase: Phase, error: BaseException) -> None:
     """Leave (Ctrl-C, sys.exit): tell the others, do not wait for them."""
     with contextlib.suppress(Exception):  # as above; and the error itself matters more
         comm.leave(phase, _parting(comm, failure_of(error)))
-    _mark_told(error)
+    mark_told(error)
 
 
-def _mark_told(error: BaseException) -> None:
+def mark_told(error: E) -> E:
+    """Note of an error that the other ranks know it, or raise the same for the same reason. Gives the error."""
     with contextlib.suppress(AttributeError):  # an exception with slots
         setattr(error, _TOLD, True)
+    return error
 
 
 def depart(comm: BoardComm, error: BaseException) -> None:
@@ -254,7 +257,7 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
     with _told(comm, phase):
         answer = comm.meet(phase, _REPORTS.pack(report), judge)
     if met and (comm.size == 1 or not isinstance(met[0], Exception)):
-        _mark_told(met[0])
+        mark_told(met[0])
         raise met[0]
     return _answered(phase, answer, comm, met[0] if met else None)
 
@@ -270,7 +273,7 @@ def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | Non
     verdict = _VERDICTS.unpack(answer)
     if verdict.failures:
         error = _combined(phase, verdict.failures, comm.rank)
-        _mark_told(error)
+        mark_told(error)
         raise error from mine
     return verdict.decision
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from milepost.comm import Announcement, Bytes, Call, Comm, Deferred, Meeting, broadcast, calling, defer, meet
+from milepost.comm import Announcement, Bytes, Call, Comm, Deferred, Meeting, broadcast, calling, defer, mark_told, meet
 from milepost.commit.attempt import Aim, Attempt, Contents, take_aim
 from milepost.core.agreement import GroupPlan, Overview, Plans
 from milepost.core.division import written_by
@@ -241,9 +241,11 @@ class _Save:
         if answer.replicas_differ:
             texts.append(check.explain(self.comm, self.call, set(answer.replicas_differ)))
         if self.options.on_difference == "error":
-            raise RanksDisagree(
-                "\n".join(texts) + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
-                'on_difference="warn" to keep the lowest rank\'s.'
+            raise mark_told(
+                RanksDisagree(
+                    "\n".join(texts) + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
+                    'on_difference="warn" to keep the lowest rank\'s.'
+                )
             )
         self.warnings.extend(texts)
 

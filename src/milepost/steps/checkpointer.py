@@ -16,7 +16,7 @@ from milepost.background.pending import PendingSave
 from milepost.background.saver import AsyncSaver, Background, WhenBusy
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, meet, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, mark_told, meet, together
 from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
@@ -269,7 +269,7 @@ class Checkpointer:
                 if wrong is not None:
                     _refuse_restore(self._shelf, comm, chosen, wrong)
                 if chosen.step is None:
-                    return self._nothing(skipped, default)
+                    return self._nothing(skipped, default)  # the same on all ranks
                 try:
                     place = self._shelf.place(chosen.step)
                     if chosen.verify_first:
@@ -301,12 +301,15 @@ class Checkpointer:
     def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
         if skipped:
             reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
-            raise CheckpointDamaged(
-                f"no step at {self.url} is whole, and the state may be partly filled:\n  {reasons}\n"
-                "Restore these files from a backup, or start again at another place."
+            raise mark_told(
+                CheckpointDamaged(
+                    f"no step at {self.url} is whole, and the state may be partly filled:\n  {reasons}\n"
+                    "Restore these files from a backup, or start again at another place."
+                )
             )
         if default is None:
-            raise CheckpointNotFound(f"nothing was saved at {self.url} yet. Pass `default` to get a step instead")
+            text = f"nothing was saved at {self.url} yet. Pass `default` to get a step instead"
+            raise mark_told(CheckpointNotFound(text))
         return default
 
     def steps(self) -> list[int]:
