@@ -9,7 +9,7 @@ from milepost.background.saver import AsyncSaver, Background
 from milepost.background.shared import SharedSavers
 from milepost.background.staging import Way
 from milepost.background.writing import Then
-from milepost.comm import TIMEOUT_S, Comm
+from milepost.comm import TIMEOUT_S, Call, Comm, calling
 from milepost.comm.distributed import ranks_of
 from milepost.loading.options import ExplainKeywords, LoadKeywords, make_explain_options, make_load_options
 from milepost.loading.pipeline import explain_state, load_state, refuse_load
@@ -71,19 +71,20 @@ def save(
     1
     """
     comm = ranks_of(process_group, timeout_s)
-    made, wrong = _checked(make_options, options, comm)
-    if planner is None and storage_writer is None:
-        store = store_at(required(path))
-        return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
-    writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
-    writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
-    match route(writer, planner):
-        case NoPlanner() as chosen:
-            if wrong is not None:
-                refuse(chosen.writer.store, comm, wrong)
-            return chosen.note(save_state(state, chosen.writer.store, comm, chosen.options(made)))
-        case LocalPlanner() | GlobalPlanner() as chosen:
-            return save_with_planner(_unless(wrong, partial(expand_stateful, state)), chosen, comm, made)
+    with calling(comm, Call("saving to", str(path))):
+        made, wrong = _checked(make_options, options, comm)
+        if planner is None and storage_writer is None:
+            store = store_at(required(path))
+            return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
+        writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
+        writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
+        match route(writer, planner):
+            case NoPlanner() as chosen:
+                if wrong is not None:
+                    refuse(chosen.writer.store, comm, wrong)
+                return chosen.note(save_state(state, chosen.writer.store, comm, chosen.options(made)))
+            case LocalPlanner() | GlobalPlanner() as chosen:
+                return save_with_planner(_unless(wrong, partial(expand_stateful, state)), chosen, comm, made)
 
 
 def load(
@@ -124,17 +125,19 @@ def load(
     {'step': 1}
     """
     comm = ranks_of(process_group, timeout_s)
-    made, wrong = _checked(make_load_options, options, comm)
-    if planner is None and storage_reader is None:
-        store = store_at(required(path))
-        return load_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong)
-    reader = storage_reader
-    if reader is None:
-        reader = CheckpointReader(required(path), verify=made.verify, transfer=made.transfer, progress=made.progress)
-    reader.reset(path)  # type: ignore[arg-type]  # a reader of the caller accepts the caller's paths
-    expanded, put_back = expand_to_fill(state)
-    load_with_planner(_unless(wrong, expanded), put_back, reader, planner, comm)
-    return state
+    with calling(comm, Call("loading", str(path))):
+        made, wrong = _checked(make_load_options, options, comm)
+        if planner is None and storage_reader is None:
+            store = store_at(required(path))
+            return load_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong)
+        reader = storage_reader
+        if reader is None:
+            transfer, progress = made.transfer, made.progress
+            reader = CheckpointReader(required(path), verify=made.verify, transfer=transfer, progress=progress)
+        reader.reset(path)  # type: ignore[arg-type]  # a reader of the caller accepts the caller's paths
+        expanded, put_back = expand_to_fill(state)
+        load_with_planner(_unless(wrong, expanded), put_back, reader, planner, comm)
+        return state
 
 
 def explain(
@@ -154,9 +157,12 @@ def explain(
     {'epoch': (0,)}
     """
     comm = ranks_of(process_group, timeout_s)
-    made, wrong = _checked(make_explain_options, options, comm)
-    store = store_at(path)
-    return explain_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong, "explaining")
+    with calling(comm, Call("explaining", str(path))):
+        made, wrong = _checked(make_explain_options, options, comm)
+        store = store_at(path)
+        if wrong is not None:
+            refuse_load(store, comm, wrong, "explaining")
+        return explain_state(state, store, comm, made)
 
 
 def async_save(
@@ -229,7 +235,8 @@ def _shared_saver(background: Background, group: Any, timeout_s: float, path: Lo
         one_of("background", background, ("thread", "process"))
     except Exception as error:
         if path is not None:
-            _SAVERS.get(group, "thread", timeout_s).refuse(path, error)  # the ranks with a valid option wait for it
+            # The ranks with a valid option wait for this one, most likely where they met the last time.
+            (_SAVERS.last_of(group) or _SAVERS.get(group, "thread", timeout_s)).refuse(path, error)
         raise
     return _SAVERS.get(group, background, timeout_s)
 

@@ -15,6 +15,7 @@ from milepost.comm import (
     MemoryBoard,
     Solo,
     broadcast,
+    calling,
     depart,
     meet,
     together,
@@ -194,10 +195,11 @@ def test_where_a_missing_rank_was_last_seen_is_told():
     def come(rank):
         comm = BoardComm(board, rank, 3, 0.4)
         try:
-            comm.announce(phase("starting"), b"" if rank == 0 else None)
-            if rank == 2:
-                return
-            comm.meet(phase("writing"), b"", b"".join)
+            with calling(comm, CALL):
+                comm.announce(phase("starting"), b"" if rank == 0 else None)
+                if rank == 2:
+                    return
+                comm.meet(phase("writing"), b"", b"".join)
         except milepost.RanksMissing as error:
             texts[rank] = str(error)
 

@@ -53,6 +53,14 @@ class SharedSavers:
                 found = self._savers[key] = _shared(saver, group)
             return found.saver
 
+    def last_of(self, group: "dist.ProcessGroup | Comm | None") -> AsyncSaver | None:
+        """The newest saver of these ranks, if there is one."""
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        with self._lock:
+            found = [one.saver for one in self._savers.values() if one.ranks() is group]
+        return found[-1] if found else None
+
     def close(self) -> None:
         """Wait for the saves under way, and give memory and processes back.
 

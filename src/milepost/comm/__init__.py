@@ -1,6 +1,6 @@
 """The ranks of a job: one port (`Comm`), and the one place where an error on a rank becomes an error on all."""
 
-from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo
+from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo, mark_told
 from milepost.comm.board import Board, MemoryBoard
 from milepost.comm.board_comm import BoardComm
 from milepost.comm.channel import Channel
@@ -13,7 +13,6 @@ from milepost.comm.together import (
     calling,
     defer,
     depart,
-    mark_told,
     meet,
     together,
 )

@@ -1,12 +1,29 @@
 """The port for the ranks of a job."""
 
+import contextlib
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
 TIMEOUT_S = 1800.0
 """The longest that a rank waits for the others, unless the caller says otherwise."""
+
+
+E = TypeVar("E", bound=BaseException)
+_TOLD = "told_to_all_ranks"
+
+
+def mark_told(error: E) -> E:
+    """Note of an error that the other ranks know it, or raise the same for the same reason. Gives the error."""
+    with contextlib.suppress(AttributeError):  # an exception with slots
+        setattr(error, _TOLD, True)
+    return error
+
+
+def is_told(error: BaseException) -> bool:
+    """Whether the other ranks know of an error."""
+    return getattr(error, _TOLD, False)
 
 
 class Call(NamedTuple):

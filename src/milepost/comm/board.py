@@ -18,7 +18,7 @@ class Board(Protocol):
         """Add `step` to a counter and return its value; a step of 0 only looks."""
 
     def remove(self, name: str) -> None:
-        """Take a note off the board, if it is there."""
+        """Take a note or a counter off the board, if it is there."""
 
     def named(self, name: str) -> "Board":
         """Another board for the same ranks, by its name."""
@@ -60,9 +60,10 @@ class MemoryBoard:
             return self._counts[name]
 
     def remove(self, name: str) -> None:
-        """Take a note off the board, if it is there."""
+        """Take a note or a counter off the board, if it is there."""
         with self._changed:
             self._notes.pop(name, None)
+            self._counts.pop(name, None)
 
     def named(self, name: str) -> "MemoryBoard":
         """The board of this name: another one for the same ranks."""

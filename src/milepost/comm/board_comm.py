@@ -12,11 +12,11 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
-from milepost.comm.base import Call, Phase
+from milepost.comm.base import Call, Phase, mark_told
 from milepost.comm.board import Board
 from milepost.comm.channel import GRACE_S, Channel, Leaver
 from milepost.comm.outcome import GONE, LEFT, Outcome, error_of
-from milepost.errors import CheckpointError
+from milepost.errors import CheckpointError, RanksMissing
 
 _PARTING_NOTES = 8
 """In how many meetings the notes of a rank that has left are found. A call that waits has at most five of them."""
@@ -145,11 +145,16 @@ class BoardComm:
             self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
 
     def withdraw(self, phase: Phase, payload: bytes) -> None:
-        """Leave this payload for the rest of this call, and join again before the next one."""
+        """Leave this payload for the rest of this call, and join again before the next one.
+
+        Before the first step of a call this counts as coming to it: the others are there, or on their way.
+        """
+        if self._channel.awaited and not self._channel.joined:
+            self._channel.join(phase, self._coordinator, min(self.timeout_s, _LEAVE_S))
         if self._channel.joined:
-            number = self._board.count(f"count/{self._rank}", 0)
-            self._channel.show_leaver(Leaver(number, phase.wire, self._gave_up))
-            self._part(Outcome(LEFT, payload, apart=True, left_at=number), number)
+            number, calls = self._board.count(f"count/{self._rank}", int(self._channel.awaited)), self._channel.calls
+            self._channel.show_leaver(Leaver(phase.wire, calls, self._gave_up))
+            self._part(Outcome(LEFT, payload, apart=True, calls=calls), number)
 
     def depart(self, payload: bytes) -> None:
         """Leave this payload for the next call, whatever the call is: this rank has ended."""
@@ -199,48 +204,63 @@ class BoardComm:
 
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already. Joins the others where needed."""
-        channel, continues, patience_s = self._channel, self._channel.continues, self.timeout_s
+        channel, continues = self._channel, self._channel.enter()
         self._gave_up = False
         if channel.joined and self._decides and not continues:
-            patience_s = self._look_for_leaver(phase)
+            self._look_for_leaver(phase)
         if channel.joined:
             number, early = self._count()
-            if early is None or continues or not self._is_over(early, number):
+            if early is None or continues or not self._is_over(early, phase):
                 channel.note(number, phase)
                 return number, early
             channel.part([])
-        channel.join(phase, self._coordinator, patience_s)
+        channel.join(phase, self._coordinator, self.timeout_s)
         number, early = self._count()
         channel.note(number, phase)
         return number, early
 
-    def _look_for_leaver(self, phase: Phase) -> float:
-        """On the coordinator, before a call: part from a board that another rank has left. How long to wait then."""
+    def _look_for_leaver(self, phase: Phase) -> None:
+        """On the coordinator, before a call: part from a board that another rank has left.
+
+        Raises RanksMissing if that rank did not wait any longer for this very call.
+        """
         leaver = self._channel.leaver()
         if leaver is None:
-            return self.timeout_s
-        here = leaver.number > self._board.count(f"count/{self._rank}", 0)
-        if here and not leaver.gave_up:
-            return self.timeout_s  # it left this very call, and its note says why
+            return
+        over = self._channel.is_newer(leaver.calls)
+        if not over and not leaver.gave_up:
+            return  # it left this very call, and its note says why
         self._channel.part(self._litter())
-        # A rank that gave up waiting for this call may try again at once, or never.
-        return min(GRACE_S, self.timeout_s) if here and phase.same_call(leaver.wire) else self.timeout_s
+        if over:
+            return
+        self._channel.calls = leaver.calls
+        if phase.same_call(leaver.wire):
+            raise mark_told(
+                RanksMissing(
+                    f"other ranks did not wait any longer for rank {self._rank} at {phase.text!r} (this rank came too "
+                    "late). Make the call again on all ranks; raise `timeout_s` if they are only slow."
+                )
+            )
+        self._channel.calls += 1  # this rank has skipped the call that the others gave up
 
     def _count(self) -> tuple[int, Outcome | None]:
         number = self._board.count(f"count/{self._rank}")
         note = self._board.read([f"{number}/all"], 0.0)[0] if not self._decides else None
         return number, Outcome.unpack(note) if note is not None else None
 
-    def _is_over(self, early: Outcome, number: int) -> bool:
+    def _is_over(self, early: Outcome, phase: Phase) -> bool:
         """Whether a call begins at a number at which the others, or the coordinator, gave up an earlier call."""
-        return self._rank in early.missing or (early.wire == LEFT and number > early.left_at)
+        if not early.apart or (self._rank not in early.missing and early.wire != LEFT):
+            return False
+        return self._channel.is_newer(early.calls) or (bool(early.missing) and not phase.same_call(early.wire))
 
     def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
         others = [rank for rank in range(self._size) if rank != self._coordinator]
         notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self.timeout_s), strict=True))
         missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
-            return Outcome(phase.wire, missing=missing, waited_s=self.timeout_s, apart=True)
+            calls = self._channel.calls
+            return Outcome(phase.wire, missing=missing, waited_s=self.timeout_s, apart=True, calls=calls)
         notes[self._coordinator] = phase.wire + payload
         packed = [notes[rank] or b"" for rank in range(self._size)]
         odd = {rank: note[:6] for rank, note in enumerate(packed) if note[:6] not in (phase.wire, GONE, LEFT)}

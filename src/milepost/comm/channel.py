@@ -14,8 +14,9 @@ In both cases the ranks *join*: they agree on a new board that has nothing on it
 3. Every rank pins to the new board that it is there. Greetings of processes that are dead are never followed by that.
 4. When all ranks are there, the coordinator says so, and the call begins.
 
-Ranks join for the call that they are at, whatever number it has. So a rank that is late, or that skipped a call, meets
-the others where these try again.
+Each rank also counts its calls. A rank that was late and comes to a call which the others gave up raises that; it does
+not take part in their next one, even if that has the same place: it may hold another state. Then the counts are equal
+again, and the next call of all ranks works.
 """
 
 import secrets
@@ -38,17 +39,18 @@ _GAVE_UP, _JOINED, _LEFT = "gave-up", "joined", "left"
 
 
 class Presence(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank that joins says on the new board: the step that it is at, and its version of Milepost."""
+    """What a rank that joins says on the new board: the step that it is at, its calls, and its version of Milepost."""
 
     wire: bytes
+    calls: int
     version: str
 
 
 class Leaver(msgspec.Struct, frozen=True, array_like=True):
-    """A rank that left its call: the last meeting and step to which it came, and whether it only waited too long."""
+    """A rank that left its call: which step and call that was, and whether it only waited too long."""
 
-    number: int
     wire: bytes
+    calls: int
     gave_up: bool
 
 
@@ -65,10 +67,10 @@ class Channel:
     def __init__(self, board: Board, rank: int, size: int, *, fresh: bool = True) -> None:
         self._first, self._rank, self._size = board, rank, size
         self._board = board if fresh else None
-        self._told = b""
-        """The last verdict which says that the others gave up on this rank, and which this rank has raised."""
         self._littered: list[tuple[Board, list[str]]] = []
         self.phases: OrderedDict[int, Phase] = OrderedDict()
+        self.calls = 0
+        """How many calls this rank has begun, with those that it is known to have missed."""
         self._depth = 0
         self._begun = False
         self.announcements = 0
@@ -89,18 +91,30 @@ class Channel:
 
     def begin(self) -> bool:
         """Begin a call, or a call within a call; False for the latter."""
-        self._begun = self._begun and self._depth > 0
         self._depth += 1
+        if self._depth == 1:
+            self._start()
         return self._depth == 1
+
+    def _start(self) -> None:
+        self._begun = False
+        self.calls += 1
+        self.phases.clear()
+
+    def enter(self) -> bool:
+        """Come to a step. Whether this rank is in a call of which it has taken a step already."""
+        if self._depth == 0:
+            self._start()
+        return self._begun
 
     def end(self) -> None:
         """End it."""
         self._depth -= 1
 
     @property
-    def continues(self) -> bool:
-        """Whether this rank is in a call of which it has taken a step already."""
-        return self._depth > 0 and self._begun
+    def awaited(self) -> bool:
+        """Whether this rank is in a call of which it has not taken a step."""
+        return self._depth > 0 and not self._begun
 
     def note(self, number: int, phase: Phase) -> None:
         """Remember at which step this rank was in a meeting."""
@@ -113,8 +127,12 @@ class Channel:
         """Stop counting: this rank joins again before its next call. `litter`: its notes, to be removed then."""
         if self._board is not None:
             self._littered.append((self._board, [*litter, f"count/{self._rank}"]))
-        if verdict is not None and self._rank in verdict.missing:
-            self._told = verdict.pack()
+        if verdict is not None:
+            self.calls = max(self.calls, verdict.calls)
+            if self._rank in verdict.missing:
+                # The others may have made more calls since then, without this rank.
+                last = self._first.read([_GAVE_UP], 0.0)[0]
+                self.calls = max(self.calls, Outcome.unpack(last).calls if last is not None else 0)
         self._board = None
 
     def show_leaver(self, leaver: Leaver) -> None:
@@ -132,7 +150,6 @@ class Channel:
 
     def join(self, phase: Phase, coordinator: int, timeout_s: float) -> None:
         """Meet all ranks on a new board. Raises RanksMissing, or CheckpointError if they are at different calls."""
-        self.phases.clear()
         self.concluded.clear()
         self.announcements = 0
         if self._rank == coordinator:
@@ -141,7 +158,7 @@ class Channel:
             board, verdict = self._find(phase, coordinator, timeout_s)
         error = error_of(verdict, phase, self._rank, coordinator)
         if error is not None:
-            self._told = verdict.pack() if self._rank in verdict.missing else self._told
+            self.calls = max(self.calls, verdict.calls)
             raise error
         self._board, self._unsettled = board, True
         self._tidy(coordinator)
@@ -167,20 +184,20 @@ class Channel:
     def _gather(self, phase: Phase, timeout_s: float) -> tuple[Board, Outcome]:
         name = secrets.token_hex(8)
         board = self._first.named(name)
-        self._first.remove(_GAVE_UP)
         answered: dict[int, bytes] = {}
-        there = {self._rank: Presence(phase.wire, __version__)}
+        there = {self._rank: Presence(phase.wire, self.calls, __version__)}
         deadline, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
         while absent := [rank for rank in range(self._size) if rank not in there]:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
             self._answer(absent, answered, name.encode(), min(pause_s, left_s))
-            here = board.read([f"here/{rank}" for rank in absent if rank in answered], min(pause_s, left_s))
-            found = zip([rank for rank in absent if rank in answered], here, strict=True)
+            expected = [rank for rank in absent if rank in answered]
+            look_s = max(min(pause_s, deadline - time.monotonic()), 0.0)
+            found = zip(expected, board.read([f"here/{rank}" for rank in expected], look_s), strict=True)
             there |= {rank: _PRESENCES.unpack(note) for rank, note in found if note is not None}
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
-        verdict = _verdict(there, self._size, phase, timeout_s)
+        verdict = _verdict(there, self._rank, self._size, timeout_s)
         board.pin(_JOINED, verdict.pack())
         if verdict.missing:
             self.give_up(verdict)
@@ -197,31 +214,28 @@ class Channel:
     # The other ranks' side.
 
     def _find(self, phase: Phase, coordinator: int, timeout_s: float) -> tuple[Board, Outcome]:
+        given_up = self._given_up(phase)
+        if given_up is not None:
+            return self._first, given_up
         greeting = secrets.token_hex(8).encode()
         self._first.pin(f"hello/{self._rank}", greeting)
-        board = None
         try:
-            board, verdict = self._follow(greeting, phase, coordinator, timeout_s)
+            return self._follow(greeting, phase, coordinator, timeout_s)
         finally:
             self._first.remove(f"hello/{self._rank}")
             self._first.remove(_answer_to(greeting))
-        return board, verdict
 
     def _follow(self, greeting: bytes, phase: Phase, coordinator: int, timeout_s: float) -> tuple[Board, Outcome]:
         """Go to the board that the coordinator names, and wait there for all others."""
         waited_s = timeout_s + min(GRACE_S, timeout_s)
         deadline, board, name = time.monotonic() + waited_s, self._first, b""
-        given_up = self._given_up(phase)
-        patience = time.monotonic() + min(GRACE_S, timeout_s) if given_up is not None else deadline
         while (left_s := deadline - time.monotonic()) > 0:
-            look_s = 0.0 if name else min(left_s, _LAST_LOOK_S, max(patience - time.monotonic(), 0.0))
-            answer = self._first.read([_answer_to(greeting)], look_s)[0]
+            answer = self._first.read([_answer_to(greeting)], 0.0 if name else min(left_s, _LAST_LOOK_S))[0]
             if answer is not None and answer != name:
                 name = answer
                 board = self._first.named(name.decode())
-                board.pin(f"here/{self._rank}", _PRESENCES.pack(Presence(phase.wire, __version__)))
-            elif answer is None and given_up is not None and time.monotonic() >= patience:
-                return board, given_up
+                presence = Presence(phase.wire, self.calls, __version__)
+                board.pin(f"here/{self._rank}", _PRESENCES.pack(presence))
             if name:
                 note = board.read([_JOINED], min(left_s, _LAST_LOOK_S))[0]
                 if note is not None:
@@ -230,24 +244,33 @@ class Channel:
         return board, Outcome(phase.wire, missing={coordinator: ""}, waited_s=waited_s, apart=True)
 
     def _given_up(self, phase: Phase) -> Outcome | None:
-        """The verdict of the others on this call, if they gave up on this rank, and it has not raised that yet."""
+        """The verdict of the others on this call, if they gave up on this rank. Calls that it skipped are counted."""
         note = self._first.read([_GAVE_UP], 0.0)[0]
-        if note is None or note == self._told:
+        verdict = Outcome.unpack(note) if note is not None else None
+        if verdict is None or self._rank not in verdict.missing or self.is_newer(verdict.calls):
             return None
-        verdict = Outcome.unpack(note)
-        return verdict if self._rank in verdict.missing and phase.same_call(verdict.wire) else None
+        if phase.same_call(verdict.wire):
+            return verdict
+        self.calls = verdict.calls + 1
+        return None
+
+    def is_newer(self, calls: int) -> bool:
+        """Whether the call of this rank comes after that one."""
+        return self.calls > calls
 
 
 def _answer_to(greeting: bytes) -> str:
     return f"welcome/{greeting.decode()}"
 
 
-def _verdict(there: dict[int, Presence], size: int, phase: Phase, waited_s: float) -> Outcome:
+def _verdict(there: dict[int, Presence], me: int, size: int, waited_s: float) -> Outcome:
     """What the coordinator says to those who are there: begin; or who is missing, or came for something else."""
+    mine, calls = there[me], max(presence.calls for presence in there.values())
     missing = {rank: "" for rank in range(size) if rank not in there}
     if missing:
-        return Outcome(phase.wire, missing=missing, waited_s=waited_s, apart=True)
-    if any(presence.version != __version__ for presence in there.values()):
-        return Outcome(phase.wire, versions={rank: p.version for rank, p in sorted(there.items())}, apart=True)
-    odd = {rank: presence.wire for rank, presence in there.items() if presence.wire != phase.wire}
-    return Outcome(phase.wire, odd=odd, apart=bool(odd))
+        return Outcome(mine.wire, missing=missing, waited_s=waited_s, apart=True, calls=mine.calls)
+    if len({presence.version for presence in there.values()}) > 1:
+        versions = {rank: presence.version for rank, presence in sorted(there.items())}
+        return Outcome(mine.wire, versions=versions, apart=True, calls=calls)
+    odd = {rank: p.wire for rank, p in there.items() if (p.wire, p.calls) != (mine.wire, mine.calls)}
+    return Outcome(mine.wire, odd=odd, apart=bool(odd), calls=calls)

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from milepost.comm.base import Phase
+from milepost.comm.base import Phase, mark_told
 from milepost.core.ranks import show_ranks
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, RanksMissing
@@ -18,7 +18,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """The decision; or missing ranks, with the step last seen; or ranks at other calls, or with other versions.
 
     `apart`: from here on the ranks do not count their meetings alike. They join again before the next call.
-    `left_at`: the last meeting to which a coordinator came that has left.
+    `calls`: how many calls the ranks had begun by then, this one included.
     """
 
     wire: bytes
@@ -28,7 +28,7 @@ class Outcome(msgspec.Struct, frozen=True):
     odd: dict[int, bytes] = {}
     versions: dict[int, str] = {}
     apart: bool = False
-    left_at: int = 0
+    calls: int = 0
 
     def pack(self) -> bytes:
         """As a note. A decision, by far the most frequent, takes seven bytes more than itself."""
@@ -62,6 +62,8 @@ def error_of(outcome: Outcome, phase: Phase, me: int, coordinator: int) -> Check
         error = CheckpointError(_elsewhere(outcome, phase, me, coordinator))
     if error is not None:
         error.ranks_apart = True
+        if outcome.apart:
+            mark_told(error)
     return error
 
 

@@ -18,7 +18,7 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from milepost.comm.base import Call, Comm, Phase
+from milepost.comm.base import Call, Comm, Phase, is_told, mark_told
 from milepost.comm.board_comm import BoardComm
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.core.wire import Wire
@@ -27,12 +27,9 @@ from milepost.errors import ERRORS, CheckpointError, Failure
 T = TypeVar("T")
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
-E = TypeVar("E", bound=BaseException)
 _KINDS_SHOWN = 20
 _TRACEBACKS = 3
 _ORIGINAL_BYTES = 64 << 10
-_TOLD = "told_to_all_ranks"
-"""An attribute of an exception: the other ranks know of it."""
 
 
 class Packs(Protocol[T]):
@@ -194,7 +191,7 @@ def _told(comm: Comm, phase: Phase) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not getattr(error, _TOLD, False):
+        if not is_told(error):
             with contextlib.suppress(Exception):  # the board cannot be reached: they will miss this rank
                 comm.withdraw(phase, _parting(comm, failure_of(error)))
             mark_told(error)
@@ -206,13 +203,6 @@ def _leave(comm: Comm, phase: Phase, error: BaseException) -> None:
     with contextlib.suppress(Exception):  # as above; and the error itself matters more
         comm.leave(phase, _parting(comm, failure_of(error)))
     mark_told(error)
-
-
-def mark_told(error: E) -> E:
-    """Note of an error that the other ranks know it, or raise the same for the same reason. Gives the error."""
-    with contextlib.suppress(AttributeError):  # an exception with slots
-        setattr(error, _TOLD, True)
-    return error
 
 
 def depart(comm: BoardComm, error: BaseException) -> None:

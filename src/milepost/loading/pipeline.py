@@ -11,7 +11,19 @@ import numpy as np
 import torch
 import xxhash
 
-from milepost.comm import Announcement, Call, Comm, Deferred, Meeting, broadcast, calling, defer, mark_told, meet, together
+from milepost.comm import (
+    Announcement,
+    Call,
+    Comm,
+    Deferred,
+    Meeting,
+    broadcast,
+    calling,
+    defer,
+    mark_told,
+    meet,
+    together,
+)
 from milepost.commit.find import find, parse, read_manifest
 from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
@@ -195,9 +207,7 @@ def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options:
 
     judgement = meet(comm, call, _MATCHING, lambda: match.get().report, judge)
     if judgement.problems:
-        raise mark_told(
-            StateMismatch(f"the checkpoint at {call.place} does not fit the state:\n{judgement.problems}")
-        )
+        raise mark_told(StateMismatch(f"the checkpoint at {call.place} does not fit the state:\n{judgement.problems}"))
     return match.get(), judgement.share
 
 

@@ -155,7 +155,7 @@ class _Save:
         if comm.rank == comm.coordinator:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             for text in self.warnings:
-                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=6)
+                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=5)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:

@@ -147,23 +147,24 @@ class Checkpointer:
         not whole, CheckpointDamaged is raised. A step that cannot be removed is logged, and the next save tries again.
         """
         self._check_open()
-        place, comm = self._shelf.place(step), self._ranks()
-        earlier = self._saver.take_error() if self._saver is not None else None
-        wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
-        if wrong is not None:
-            refuse(place, comm, wrong)
-        metadata = dict(metadata or {})
-        if comm.rank == comm.coordinator:
-            try:
-                metadata = _with_metrics(metadata, metrics)
-            except Exception as error:  # noqa: BLE001  # raised by `refuse`
-                refuse(place, comm, error)
-        given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
-        planner = planner if planner is not None else self._save_planner
-        with calling(comm, Call("saving to", place.url)):
+        comm = self._ranks()
+        with calling(comm, Call("saving to", self.url)):
+            place = self._shelf.place(step)
+            earlier = self._saver.take_error() if self._saver is not None else None
+            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
+            if wrong is not None:
+                refuse(place, comm, wrong)
+            metadata = dict(metadata or {})
+            if comm.rank == comm.coordinator:
+                try:
+                    metadata = _with_metrics(metadata, metrics)
+                except Exception as error:  # noqa: BLE001  # raised by `refuse`
+                    refuse(place, comm, error)
+            given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
+            planner = planner if planner is not None else self._save_planner
             receipt = save(state, place, planner=planner, process_group=comm, **given)
             self._retain(comm, step)
-        return receipt
+            return receipt
 
     def async_save(
         self,
@@ -184,7 +185,10 @@ class Checkpointer:
         here, by `save`, `wait` or `close`.
         """
         self._check_open()
-        place = self._shelf.place(step)
+        try:
+            place = self._shelf.place(step)
+        except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
+            self._background().refuse(self.url, error)
         metadata, comm = dict(metadata or {}), self._ranks()
         wrong = unknown_options(options, SAVE_SETTINGS, "a save")
         if wrong is not None:
@@ -254,16 +258,17 @@ class Checkpointer:
         Further options are those of `milepost.load`.
         """
         self._check_open()
-        if isinstance(state, tuple):
-            raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
-        given: LoadKeywords = {**self._for_loads, **options}
-        step = None if step is None else checked_step(step)
         self._finish()
-        comm, wrong = self._ranks(), unknown_options(options, LOAD_OPTIONS, "a restore")
-        planner = planner if planner is not None else self._load_planner
-        wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
-        skipped: dict[int, str] = {}
+        comm = self._ranks()
         with calling(comm, Call("restoring from", self.url)):
+            if isinstance(state, tuple):
+                raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
+            given: LoadKeywords = {**self._for_loads, **options}
+            step = None if step is None else checked_step(step)
+            wrong = unknown_options(options, LOAD_OPTIONS, "a restore")
+            planner = planner if planner is not None else self._load_planner
+            wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
+            skipped: dict[int, str] = {}
             while True:
                 chosen = self._choose(comm, step, skipped, wish)
                 if wrong is not None:
@@ -347,13 +352,14 @@ class Checkpointer:
         """
         self._check_open()
         self._finish()
-        place = self._shelf.place(step)
+        comm = self._ranks()
 
         def remove(_: list[None]) -> None:
             self._shelf.finish()
             self._shelf.remove(step)
 
-        meet(self._ranks(), Call("removing", place.url), _REMOVING, lambda: None, remove)
+        with calling(comm, Call("removing", self.url)):
+            meet(comm, Call("removing", self._shelf.place(step).url), _REMOVING, lambda: None, remove)
 
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
