@@ -282,7 +282,7 @@ def test_failures_of_a_thousand_ranks_travel_as_a_few():
 
 def test_calls_aside_do_not_meet_those_of_others():
     def work(comm):
-        first, second = comm.secondary(), comm.secondary()
+        first, second = comm.secondary("a"), comm.secondary("a")
         in_thread = []
         thread = threading.Thread(
             target=lambda: in_thread.extend(second.meet(phase(i), bytes([comm.rank]), b"2".join) for i in range(20))
@@ -299,7 +299,8 @@ def test_calls_aside_do_not_meet_those_of_others():
 
 def test_a_posted_note_is_seen_by_all_without_a_meeting():
     def work(comm):
-        beside = comm.secondary()
+        beside = comm.secondary("a")
+        together(beside, CALL, "beginning", bytes)
         assert beside.look(["2"], 0.0) == [None]
         comm.meet(phase("all have looked"), b"", b"".join)
         if comm.rank == 2:

@@ -218,7 +218,7 @@ def test_the_board_stays_as_it_is_over_many_calls_and_channels():
     def work(rank):
         comm = BoardComm(board, rank, 2, 20, channel=Channel(board, rank, 2, fresh=False))
         for number in range(60):
-            beside = comm.secondary()
+            beside = comm.secondary("a")
             for _ in range(number):
                 beside.announce(Call("a", "b").at("c"), b"" if rank == 0 else None)
             together(beside, Call("a", "b"), "d", bytes)

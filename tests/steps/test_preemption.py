@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import milepost
-from milepost.comm import BoardComm, MemoryBoard
+from milepost.comm import BoardComm, Call, MemoryBoard, together
 from milepost.steps import preemption
 from milepost.steps.preemption import PreemptionGuard
 from milepost.testing import run_ranks
@@ -185,7 +185,8 @@ def until_stopped(guard):
 def test_absent_rank_is_named_within_the_deadline(gone):
     def work(comm):
         if comm.rank == gone:
-            comm.secondary()  # as a rank does that makes its guard and dies
+            # As a rank does that makes its guard and dies.
+            together(comm.secondary("preemption"), Call("making", "a preemption guard"), "starting", lambda: None)
             return
         with PreemptionGuard(60, process_group=comm, signals=(), timeout_s=0.5) as guard:
             if comm.rank == 1:
@@ -202,8 +203,13 @@ def test_absent_rank_is_named_within_the_deadline(gone):
 class Lone(BoardComm):
     """A rank whose peers made their guards, and are never heard of again."""
 
-    def secondary(self):
+    def secondary(self, purpose):
+        del purpose
         return self
+
+    def meet(self, phase, payload, decide):
+        del phase
+        return decide([payload])
 
 
 class BoardThatEnds(MemoryBoard):

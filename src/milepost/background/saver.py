@@ -103,14 +103,15 @@ class AsyncSaver:
         process_group: "dist.ProcessGroup | Comm | None" = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
+        ranks = ranks_of(process_group, timeout_s)
+        # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
+        # Before the arguments are checked: if they are wrong on one rank only, its next saver still meets the others'.
+        self._comm, self._asking = ranks.secondary("saving"), ranks.secondary("asking")
         self._background: Background = one_of("background", background, ("thread", "process"))
         self._when_busy: WhenBusy = one_of("when_busy", when_busy, ("wait", "refuse"))
         self._stage: Way = one_of("stage", stage, _WAYS)
         if staging_bytes is not None and staging_bytes < 0:
             raise InvalidRequest(f"staging_bytes is 0 or more, not {staging_bytes}")
-        ranks = ranks_of(process_group, timeout_s)
-        # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
-        self._comm, self._asking = ranks.secondary(), ranks.secondary()
         in_process = background == "process"
         self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
         self._processes = (

@@ -123,11 +123,11 @@ class Comm(Protocol):
     def index_of(self, global_rank: int) -> int | None:
         """The rank, counted here, of a rank of the whole job; None if it does not take part."""
 
-    def secondary(self) -> "Comm":
+    def secondary(self, purpose: str) -> "Comm":
         """The same ranks on a separate channel, for calls that run in a thread beside other calls.
 
-        Its meetings are its own, and it does not use the process group. Every rank makes these calls in the same order.
-        The first one for a process group waits for the other ranks.
+        Its meetings are its own, and it does not use the process group. Every rank opens the channels of one purpose in
+        the same order. Does not wait: the ranks find each other in their first meeting there.
         """
 
     def close(self) -> None:
@@ -188,8 +188,9 @@ class Solo:
         """Rank 0 is the only one."""
         return 0 if global_rank == 0 else None
 
-    def secondary(self) -> "Comm":
+    def secondary(self, purpose: str) -> "Comm":
         """The same object: there are no meetings to keep apart."""
+        del purpose
         return self
 
     def close(self) -> None:

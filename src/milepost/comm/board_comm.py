@@ -8,15 +8,14 @@ arrives later finds it and raises too. Before the next call all ranks join again
 The board is the store that the job was started with, not a process group: control traffic never meets training.
 """
 
-import secrets
 from collections.abc import Callable
 from typing import Any
 
-from milepost.comm.base import Call, Phase, mark_told
+from milepost.comm.base import Phase, mark_told
 from milepost.comm.board import Board
 from milepost.comm.channel import GRACE_S, Channel, Leaver
 from milepost.comm.outcome import GONE, LEFT, Outcome, error_of
-from milepost.errors import CheckpointError, RanksMissing
+from milepost.errors import RanksMissing
 
 _PARTING_NOTES = 8
 """In how many meetings the notes of a rank that has left are found. A call that waits has at most five of them."""
@@ -26,7 +25,6 @@ _SHOW_S = 1.0
 """After this time, a rank that waits for an announcement shows where it is."""
 _LEAVE_S = 1.0
 """How long a rank that is about to end looks for the others, if they have not met yet."""
-_BESIDE = "opening a second channel"
 
 
 class BoardComm:
@@ -91,9 +89,6 @@ class BoardComm:
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the coordinator and its decision to all. Raises RanksMissing, with ranks and steps."""
-        return self._meet(phase, payload, decide).decision
-
-    def _meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
         number, early = self._enter(phase)
         self._channel.announcements = 0
         if self._decides:
@@ -115,7 +110,7 @@ class BoardComm:
         if self._decides:
             self._pin_outcome(number, Outcome(phase.wire, note or b""))
             return note or b""
-        return self._heed(early or self._await(number, phase, announced=True), phase).decision
+        return self._heed(early or self._await(number, phase, announced=True), phase)
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
         """The coordinator's note for this rank, which takes it off the board."""
@@ -173,21 +168,19 @@ class BoardComm:
         self._channel.part([*names, *self._litter()])
 
     def post(self, name: str, note: bytes) -> None:
-        """Put up a note for the other ranks to look at; it replaces one of the same name."""
-        self._root.pin(f"posted/{name}", note)
+        """Put up a note for the other ranks to look at; it replaces one of the same name. They have met before."""
+        self._board.pin(f"posted/{name}", note)
 
     def look(self, names: list[str], timeout_s: float) -> list[bytes | None]:
         """The notes posted under these names, once all are there; None for those not there in time."""
-        return self._root.read([f"posted/{name}" for name in names], timeout_s)
+        return self._board.read([f"posted/{name}" for name in names], timeout_s)
 
-    def secondary(self) -> "BoardComm":
-        """The same ranks on a board of their own, without the process group. All ranks meet to name it."""
-        phase = Call("meeting", "the other ranks").at(_BESIDE)
-        outcome = self._meet(phase, b"", lambda _: secrets.token_hex(8).encode())
-        if outcome.apart:
-            raise CheckpointError(f"another rank left before it came to {phase.text!r}; its log says why")
-        board = self._root.named(outcome.decision.decode())
-        return BoardComm(board, self._rank, self._size, self.timeout_s, self._index_of, self._coordinator)
+    def secondary(self, purpose: str) -> "BoardComm":
+        """The same ranks on a board of their own, without the process group."""
+        board = self._root.named(f"{purpose}/{self._channel.number_of(purpose)}")
+        channel = Channel(board, self._rank, self._size, fresh=False)
+        size, timeout_s = self._size, self.timeout_s
+        return BoardComm(board, self._rank, size, timeout_s, self._index_of, self._coordinator, channel=channel)
 
     def close(self) -> None:
         """Take what is left of this channel off the board, on the last rank that comes here."""
@@ -315,11 +308,11 @@ class BoardComm:
         self._gave_up = True
         return Outcome(phase.wire, missing={r: self._last_seen(r) for r in missing}, waited_s=waited_s)
 
-    def _heed(self, outcome: Outcome, phase: Phase) -> Outcome:
+    def _heed(self, outcome: Outcome, phase: Phase) -> bytes:
         """Raise what an outcome says, if it is an error. After one that sets the ranks apart, stop counting."""
         error = error_of(outcome, phase, self._rank, self._coordinator)
         if outcome.apart:
             self._channel.part(self._litter(), outcome)
         if error is not None:
             raise error
-        return outcome
+        return outcome.decision

@@ -77,6 +77,7 @@ class Channel:
         self.concluded: list[int] = []
         """On the coordinator: the meetings whose outcome is on the board."""
         self._unsettled = False
+        self._beside: dict[str, int] = {}
 
     @property
     def joined(self) -> bool:
@@ -122,6 +123,11 @@ class Channel:
         self.phases[number] = phase
         while len(self.phases) > _REMEMBERED:
             self.phases.popitem(last=False)
+
+    def number_of(self, purpose: str) -> int:
+        """How many channels beside this one were opened for a purpose, with this one."""
+        self._beside[purpose] = self._beside.get(purpose, 0) + 1
+        return self._beside[purpose]
 
     def part(self, litter: list[str], verdict: Outcome | None = None) -> None:
         """Stop counting: this rank joins again before its next call. `litter`: its notes, to be removed then."""

@@ -104,7 +104,7 @@ def async_save(
         return save_in_background(
             state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
         )
-    ranks = comm_of(process_group, no_dist).secondary()
+    ranks = comm_of(process_group, no_dist).secondary("staged")
     return save_staged_by(async_stager, state_dict, storage_writer, checkpoint_id, planner, ranks)
 
 

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import msgspec
 
-from milepost.comm import TIMEOUT_S, Comm
+from milepost.comm import TIMEOUT_S, Call, Comm, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.ranks import show_ranks
 from milepost.core.wire import Wire
@@ -92,7 +92,10 @@ class PreemptionGuard:
         comm = ranks_of(process_group, TIMEOUT_S)
         self._grace_s = grace_s
         self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
-        self._lookout = _Lookout(comm.secondary(), min(timeout_s, grace_s / 2))
+        beside = comm.secondary("preemption")
+        # Before any rank posts or looks: notes of an earlier guard, or of a process that is dead, must not count.
+        together(beside, Call("making", "a preemption guard"), "starting", lambda: None)
+        self._lookout = _Lookout(beside, min(timeout_s, grace_s / 2))
         self._handlers = _Handlers(signals, self._signalled)
         self._entered = self._closed = self._stopped = False
         self.error: Exception | None = None

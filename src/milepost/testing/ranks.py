@@ -152,9 +152,9 @@ class TroubledComm:
         """The number here of a rank of the whole job."""
         return self._inner.index_of(global_rank)
 
-    def secondary(self) -> "TroubledComm":
+    def secondary(self, purpose: str) -> "TroubledComm":
         """The same ranks with the same hooks, for calls that run beside others."""
-        return TroubledComm(self._inner.secondary(), self._hooks)
+        return TroubledComm(self._inner.secondary(purpose), self._hooks)
 
     def close(self) -> None:
         """Close, without a hook."""

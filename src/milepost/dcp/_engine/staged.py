@@ -1,5 +1,6 @@
 """`async_save` with a stager: what it copied is saved in a thread of its own."""
 
+import contextlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
@@ -13,6 +14,7 @@ from milepost.dcp._engine.calls import save_with
 from milepost.dcp._engine.shared import TURNS
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
+from milepost.errors import CheckpointError
 from milepost.planning.records import Metadata
 from milepost.planning.stateful_dict import expand_stateful
 
@@ -76,6 +78,9 @@ def _upload(staged: Any, storage_writer: Any, checkpoint_id: Any, planner: Any, 
     except CheckpointException as error:
         failed = staged.exception() if in_future else None
         raise failed or error from None
+    finally:
+        with contextlib.suppress(CheckpointError):  # the job's store may be gone
+            comm.close()
 
 
 def _pass_on(ready: "Future[None]", staged: "Future[Any]") -> None:
