@@ -274,7 +274,9 @@ class Checkpointer:
                 if wrong is not None:
                     _refuse_restore(self._shelf, comm, chosen, wrong)
                 if chosen.step is None:
-                    return self._nothing(skipped, default)  # the same on all ranks
+                    # A meeting: a rank that looks at another place hears of it here.
+                    together(comm, Call("restoring from", self.url), "finding nothing", lambda: None)
+                    return self._nothing(skipped, default)
                 try:
                     place = self._shelf.place(chosen.step)
                     if chosen.verify_first:
