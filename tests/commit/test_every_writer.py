@@ -255,7 +255,9 @@ def test_sigkill_at_random_moments_leaves_old_or_new(write, tmp_path, place):
     context.set_forkserver_preload(["tests.commit.test_every_writer"])
     milepost.save(state(0), tmp_path)
     newest, unfinished = 0, 0
-    for _ in range(12 if place == "here" else 5):
+    for trial in range(12):
+        if place != "here" and trial >= 3 and unfinished and newest:
+            break  # elsewhere fewer will do, if they met what they are for
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=keep_writing, args=(write, tmp_path, sender), daemon=True)
         process.start()
