@@ -112,7 +112,7 @@ def train(library: Library, folder: Path) -> None:
     first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
     if library == "milepost":
         # A backend without connections of its own: gloo does not always start again, and that is not the question.
-        from torch.testing._internal.distributed import fake_pg  # noqa: F401, PLC0415  # registers the backend
+        from torch.testing._internal.distributed import fake_pg  # noqa: F401  # registers the backend
 
         store, rank, world = next(dist.rendezvous("env://"))
         dist.init_process_group("fake", store=store, rank=rank, world_size=world)

@@ -38,6 +38,7 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.targets": (18, 23),
     "faults.hostile": (17, 19, 20),
     "faults.rejoin": (27, 32),
+    "faults.file_server": (34, 35),
 }
 """The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})

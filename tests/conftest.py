@@ -1,8 +1,47 @@
 import signal
 
+import pytest
+
+from faults.netfs import NetworkFiles, why_not
 from tests import ranks
 
 ranks.preload()
 # A shell that starts us in the background lets us ignore Ctrl-C, and all that we start; some tests send it.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+PLACES = ("here", "network", "network without links")
+
+
+def pytest_addoption(parser):
+    parser.addoption("--place", choices=PLACES, default="here", help="where the folders of all tests are; faults/netfs")
+
+
+def pytest_generate_tests(metafunc):
+    """A test that is marked `places` runs on each of them; see `tmp_path`."""
+    marks = list(metafunc.definition.iter_markers("places"))
+    if marks and metafunc.config.getoption("--place") == "here":
+        metafunc.parametrize("place", marks[0].args, indirect=True)
+
+
+@pytest.fixture
+def place(request):
+    """What kind of file system `tmp_path` is on."""
+    return getattr(request, "param", request.config.getoption("--place"))
+
+
+@pytest.fixture
+def tmp_path(tmp_path, place):
+    """A folder of this test; on the file system that the test is marked with, or that `--place` names."""
+    if place == "here":
+        yield tmp_path
+        return
+    if why_not():
+        pytest.skip(f"no network file system: {why_not()}")
+    with NetworkFiles(tmp_path) as network:
+        network.believe(attributes_s=1, names_s=1, absence_s=1, listings_s=1)
+        if place == "network without links":
+            network.without_links()
+        folder = network.client / "folder"
+        folder.mkdir()
+        yield folder

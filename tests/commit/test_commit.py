@@ -58,6 +58,8 @@ def test_a_crash_around_any_store_call_leaves_old_or_new(tmp_path, kind, earlier
         milepost.save(state(3), inner)
         assert read(inner) == 3
         leftovers = [name for name in inner.list("data/") if milepost.open(inner).manifest.save_id not in name]
+        # On a network file system: what the dead save has still open, since it died in this process.
+        leftovers = [name for name in leftovers if "/.nfs" not in name]
         assert leftovers == [], "the next save sweeps what the dead one left"
         assert len(list(inner.list("manifest-"))) == 1
     assert seen == {earlier, 2}, "both outcomes were met"
@@ -92,6 +94,7 @@ def test_a_crash_of_one_of_three_ranks_around_any_call_leaves_old_or_new(after):
     assert seen == {1, 2}
 
 
+@pytest.mark.places("here", "network", "network without links")
 def test_of_racing_savers_one_wins_each_round_and_the_others_are_told(tmp_path):
     for round_number in range(5):
         store = LocalStore(tmp_path)
@@ -150,6 +153,7 @@ def test_sweep_keeps_the_data_of_an_existing_manifest():
     assert store.swept == 2, "a manifest and its data"
 
 
+@pytest.mark.places("here", "network")
 def test_overwrite_false_refuses_and_leaves_the_old_one(tmp_path):
     milepost.save(state(1), tmp_path, overwrite=False)
     with pytest.raises(milepost.InvalidRequest, match="overwrite=True"):
@@ -158,6 +162,7 @@ def test_overwrite_false_refuses_and_leaves_the_old_one(tmp_path):
     assert milepost.save(state(2), tmp_path).generation == 2
 
 
+@pytest.mark.places("here", "network", "network without links")
 def test_leftovers_are_not_a_checkpoint(tmp_path):
     (tmp_path / "data" / "00000001-0123456789abcdef").mkdir(parents=True)
     (tmp_path / "data" / "00000001-0123456789abcdef" / "00000.safetensors").write_bytes(b"x")
@@ -234,6 +239,7 @@ def test_a_manifest_that_takes_more_memory_than_there_is_is_refused(tmp_path):
     assert "takes more memory to read than there is" in done.stdout
 
 
+@pytest.mark.places("here", "network", "network without links")
 @pytest.mark.slow
 def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):
     milepost.save(state(0), tmp_path)
@@ -256,6 +262,7 @@ def test_opening_while_saves_go_on_always_finds_a_whole_checkpoint(tmp_path):
     assert opened > 20
 
 
+@pytest.mark.places("here", "network")
 def test_a_commit_that_cannot_be_synced_is_taken_back_and_its_data_stays(tmp_path, monkeypatch):
     """The last syncs of a save, of the folders, after the manifest has its name."""
     milepost.save({"n": 1, "t": torch.ones(3)}, tmp_path)
@@ -306,6 +313,7 @@ def test_a_saver_that_is_overtaken_twice_is_told(tmp_path, kind):
     assert milepost.open(inner)["n"] == 4
 
 
+@pytest.mark.places("here", "network")
 def test_a_saver_whose_unfinished_manifest_is_swept_is_told(tmp_path, monkeypatch):
     milepost.save({"n": 1}, tmp_path)
     link, others = os.link, []

@@ -104,6 +104,7 @@ def test_power_cut_at_any_moment_leaves_old_or_new(write, hard_links):
     assert seen == {1, 2}
 
 
+@pytest.mark.places("here", "network")
 def test_commit_that_cannot_be_synced_keeps_its_data(write, tmp_path, monkeypatch):
     """A power cut may bring the manifest back, and then it must find what it names."""
     milepost.save(state(1), tmp_path)
@@ -185,6 +186,7 @@ def test_overtaken_writer_is_told(write):
     assert leftovers(inner) == []
 
 
+@pytest.mark.places("here", "network", "network without links")
 def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
     store = LocalStore(tmp_path)
     for round_number in range(3):
@@ -208,6 +210,7 @@ def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
         assert all("another job committed" in o for o in outcomes.values() if o != "saved")
 
 
+@pytest.mark.places("here", "network")
 def test_lost_reply_to_the_link_is_not_a_conflict(write, tmp_path, monkeypatch):
     """NFS repeats a request whose reply was lost; the repetition finds that the name exists."""
     milepost.save(state(1), tmp_path)
@@ -245,13 +248,16 @@ def keep_writing(write, folder, sender):
         sender.send_bytes(b"saved")
 
 
+@pytest.mark.places("here", "network")
 @pytest.mark.slow
-def test_sigkill_at_random_moments_leaves_old_or_new(write, tmp_path):
+def test_sigkill_at_random_moments_leaves_old_or_new(write, tmp_path, place):
     chance, context = random.Random(7), mp.get_context("forkserver")
     context.set_forkserver_preload(["tests.commit.test_every_writer"])
     milepost.save(state(0), tmp_path)
     newest, unfinished = 0, 0
-    for _ in range(12):
+    for trial in range(12):
+        if place != "here" and trial >= 3 and unfinished and newest:
+            break  # elsewhere fewer will do, if they met what they are for
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(target=keep_writing, args=(write, tmp_path, sender), daemon=True)
         process.start()

@@ -74,12 +74,16 @@ def end(processes):
         process.join()
 
 
+@pytest.mark.places("here", "network")
 @pytest.mark.slow
-def test_killing_all_ranks_at_forty_random_moments_leaves_old_or_new(tmp_path):
+def test_killing_all_ranks_at_forty_random_moments_leaves_old_or_new(tmp_path, place):
     chance = random.Random(7)
     milepost.save(state(0, 0) | {"cut": torch.zeros(3000)}, tmp_path)
     newest, unfinished = 0, 0
-    for _ in range(40):
+    wanted = 5 if place == "here" else 1
+    for trial in range(40):
+        if place != "here" and trial >= 6 and unfinished > wanted and newest:
+            break  # elsewhere fewer will do, if they met what they are for
         store, processes, _ = start(str(tmp_path), newest)
         time.sleep(chance.uniform(0.0, 0.15))
         end(processes)
@@ -89,15 +93,16 @@ def test_killing_all_ranks_at_forty_random_moments_leaves_old_or_new(tmp_path):
         newest = found
         del store
     assert newest > 0, "some saves went through"
-    assert unfinished > 5, "and some were killed half way"
+    assert unfinished > wanted, "and some were killed half way"
 
 
+@pytest.mark.places("here", "network")
 @pytest.mark.slow
-def test_killing_one_rank_leaves_old_or_new_and_the_survivors_name_it(tmp_path):
+def test_killing_one_rank_leaves_old_or_new_and_the_survivors_name_it(tmp_path, place):
     chance = random.Random(8)
     milepost.save(state(0, 0) | {"cut": torch.zeros(3000)}, tmp_path)
     newest = 0
-    for trial in range(12):
+    for trial in range(12 if place == "here" else 2):
         store, processes, receivers = start(str(tmp_path), newest)
         victim = trial % WORLD
         time.sleep(chance.uniform(0.0, 0.1))

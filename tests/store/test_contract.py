@@ -7,23 +7,39 @@ from pathlib import Path
 import pytest
 
 import milepost
+from faults.netfs import NetworkFiles, why_not
 from milepost.store import LocalStore, MemoryStore, Within, store_at
 from milepost.store.base import CLAIM
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 
 
-@pytest.fixture(params=["local", "memory", "counting", "within", "within memory", "unsynced"])
+@pytest.fixture(
+    params=["local", "memory", "counting", "within", "within memory", "unsynced", "network", "network without links"]
+)
 def store(request, tmp_path):
-    if request.param == "local":
+    if request.param.startswith("network"):
+        if why_not():
+            pytest.skip(f"no network file system: {why_not()}")
+        with NetworkFiles(tmp_path) as network:
+            network.believe(attributes_s=1, names_s=1, absence_s=1, listings_s=1)
+            if request.param == "network without links":
+                network.without_links()
+            yield LocalStore(network.client / "folder")
+    else:
+        yield other_store(request.param, tmp_path)
+
+
+def other_store(kind, tmp_path):
+    if kind == "local":
         return LocalStore(tmp_path / "new" / "folder")
-    if request.param == "memory":
+    if kind == "memory":
         return MemoryStore()
-    if request.param == "unsynced":
+    if kind == "unsynced":
         return UnsyncedStore()
-    if request.param == "within":
+    if kind == "within":
         return Within(LocalStore(tmp_path / "outer"), "step/a")
-    if request.param == "within memory":
+    if kind == "within memory":
         return Within(MemoryStore(), "step")
     return CountingStore(LocalStore(tmp_path / "counted"))
 

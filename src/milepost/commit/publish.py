@@ -6,6 +6,7 @@ no clock and no lock is needed, and a save that is under way is never disturbed.
 
 import contextlib
 import logging
+from collections.abc import Iterable
 
 from milepost.commit.find import newest_generation, read_manifest
 from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
@@ -79,25 +80,43 @@ def _can_be_opened(store: Store, name: str) -> bool:
 def sweep(store: Store, manifest: Manifest) -> None:
     """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised."""
     try:
-        for name in _dead(store, manifest):
+        manifests, data = _dead(store, manifest)
+        for name in manifests:
             store.delete(name)
+        delete_all(store, data)
     except (CheckpointError, OSError) as error:
         _log.warning("could not sweep old data at %s; the next save will: %s", store.url, error)
 
 
-def _dead(store: Store, manifest: Manifest) -> list[str]:
-    """The names to remove. Manifests come first: data must not vanish while a manifest still names it."""
-    names = []
+def delete_all(store: Store, names: Iterable[str]) -> None:
+    """Delete what can be deleted, and raise the first error after that.
+
+    One file that stays must not keep the others: on NFS a file that a reader of this machine has open stays until that
+    reader closes it.
+    """
+    errors = []
+    for name in names:
+        try:
+            store.delete(name)
+        except (CheckpointError, OSError) as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _dead(store: Store, manifest: Manifest) -> tuple[list[str], list[str]]:
+    """The names to remove: manifests, and then data. Data must not vanish while a manifest still names it."""
+    manifests, data = [], []
     for name in store.list("manifest-"):
         number = generation_of(name)
         helper = generation_of(name.split(".json")[0] + ".json") if number is None else None
         if (number is not None and number < manifest.generation) or (
             helper or manifest.generation + 1
         ) <= manifest.generation:
-            names.append(name)
+            manifests.append(name)
     for name in store.list("data/"):
         save_id = name.split("/")[1]
         aimed = intended_generation(save_id)
         if aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id:
-            names.append(name)
-    return names
+            data.append(name)
+    return manifests, data

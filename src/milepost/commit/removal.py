@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from milepost.commit.find import REMOVED, find, generations, parse, read_manifest
-from milepost.commit.publish import sweep
+from milepost.commit.publish import delete_all, sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
@@ -60,8 +60,7 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         # sync. Then an unused name is deleted, for its sync.
         belongs = _belongs(place, generation, save_id)
         place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
-        for name in [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")]:
-            place.delete(name)
+        delete_all(place, [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")])
         place.delete(marker)
 
 

@@ -236,10 +236,12 @@ class LocalWriter:
 
     def _close(self) -> None:
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
-        if direct is not None:
-            os.close(direct)
-        if handle >= 0:
-            os.close(handle)
+        try:
+            if direct is not None:
+                os.close(direct)
+        finally:  # a close can fail (NFS, a lost mount) and then the other handle must not stay open
+            if handle >= 0:
+                os.close(handle)
 
 
 class LocalReader:
@@ -285,14 +287,14 @@ class LocalReader:
         self.read(offset + done, [block[done:]])
 
     def close(self) -> None:
-        """Close the file."""
+        """Close the file. Never raises: nothing that was read depends on it."""
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
         if self._residency is not None:
             self._residency.close()
-        if direct is not None:
-            os.close(direct)
-        if handle >= 0:
-            os.close(handle)
+        for one in (handle, direct):
+            if one is not None and one >= 0:
+                with contextlib.suppress(OSError):  # the mount is gone; the handle is closed nevertheless
+                    os.close(one)
 
     def __del__(self) -> None:
         self.close()
