@@ -150,8 +150,8 @@ class _Save:
         self.meter.finish()
         if comm.rank == comm.coordinator:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
-            for text in self.warnings:
-                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=4)
+            if self.warnings:
+                warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=4)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:
@@ -230,18 +230,21 @@ class _Save:
 
     def _tell_differences(self, described: Described, check: ReplicaCheck, answer: _Answer) -> None:
         """Find out, with all ranks, which keys differ where. Raise, or keep it for a warning."""
-        texts: list[str] = []
+        values, replicas = "", ""
         if answer.values_differ:
             own = _VALUES.pack(described.table.values)
-            texts.append(meet(self.comm, self.call, _COMPARING, lambda: own, _name_unequal))
+            values = meet(self.comm, self.call, _COMPARING, lambda: own, _name_unequal)
         if answer.replicas_differ:
-            texts.append(check.explain(self.comm, self.call, set(answer.replicas_differ)))
+            kept = self.options.on_difference == "warn"
+            replicas = check.explain(self.comm, self.call, set(answer.replicas_differ), kept=kept)
         if self.options.on_difference == "error":
             raise RanksDisagree(
-                "\n".join(texts) + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
+                "\n".join(filter(None, (values, replicas)))
+                + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
                 'on_difference="warn" to keep the lowest rank\'s.'
             )
-        self.warnings.extend(texts)
+        self.warnings.extend([f"{values}\nThe lowest rank's was saved; PerRank keeps all."] if values else [])
+        self.warnings.extend([replicas] if replicas else [])
 
 
 class _Commit:
