@@ -148,10 +148,9 @@ class _Save:
             answer = self._write(attempt, described, self._agree(described), final=True)
         described.get().released()
         self.meter.finish()
-        if comm.rank == comm.coordinator:
+        if comm.rank == comm.coordinator and self.warnings:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
-            if self.warnings:
-                warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=4)
+            warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=4)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:
