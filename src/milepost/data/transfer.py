@@ -48,6 +48,11 @@ class Transfer:
         if self.block_bytes < BLOCK_BYTES or self.block_bytes % BLOCK_BYTES:
             raise InvalidRequest(f"block_bytes is a multiple of {BLOCK_BYTES}, not {self.block_bytes}")
 
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that all blocks take together."""
+        return self.threads * self.block_bytes
+
     def threads_for(self, total_bytes: int, pieces: int, block_bytes: int) -> int:
         """How many threads to use for this many bytes and pieces, with blocks of this size.
 

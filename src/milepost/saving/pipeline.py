@@ -178,8 +178,8 @@ class _Save:
     ) -> _Answer:
         """Write, bring the results together, and commit on the coordinator. What is not committed is removed."""
         tensors = described.result.tensors if described.result is not None else {}
-        enabled = self.options.compare_replicas and self.comm.size > 1
-        check = ReplicaCheck(plan, self.comm.rank, tensors, enabled)
+        compared = self.options.compare_replicas and self.comm.size > 1
+        check = ReplicaCheck(plan, self.comm.rank, tensors, self.options.transfer.memory_bytes if compared else 0)
         commit = _Commit(self.options.plans, plan, attempt, self.meter)
 
         def work() -> _Result:

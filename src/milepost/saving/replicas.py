@@ -26,13 +26,15 @@ _COMPARING = Meeting("comparing replicas", Wire(Versions), Wire(str))
 class ReplicaCheck:
     """One rank's part in the comparison. One digest for each group of holders travels, more only if they differ."""
 
-    def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
-        self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
+    def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], memory_bytes: int) -> None:
+        """`memory_bytes`: the most that hashing may copy at once; 0 leaves the comparison out."""
+        self._plan, self._rank, self._local = plan, rank, local
+        self._at_once_bytes = min(memory_bytes, _AT_ONCE_BYTES)
         self._keys: Digests = {}
 
     def digests(self) -> dict[bytes, bytes]:
         """For each group of ranks that hold the same as this one: a digest over all of it, in one order."""
-        if not self._enabled or self._plan is None:
+        if not self._at_once_bytes or self._plan is None:
             return {}
         for tensor in self._plan.tensors:
             self._hash(tensor)
@@ -49,7 +51,7 @@ class ReplicaCheck:
             if len(held.holders) < 2 or held.box not in parts:
                 continue
             hasher = xxhash.xxh3_64()
-            for view in bytes_of(ready(parts[held.box]), _AT_ONCE_BYTES):
+            for view in bytes_of(ready(parts[held.box]), self._at_once_bytes):
                 hasher.update(view)
             self._keys.setdefault(_group_id(held.holders), {})[_name(tensor.key, held.box, tensor.shape)] = (
                 hasher.digest()
