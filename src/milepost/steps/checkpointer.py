@@ -15,12 +15,10 @@ from milepost.api import load, save
 from milepost.background.pending import PendingSave
 from milepost.background.saver import AsyncSaver, Background, WhenBusy
 from milepost.background.staging import Way
-from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
-from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
-from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
@@ -28,6 +26,7 @@ from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.saving.pipeline import Receipt, refuse
+from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.options import RunKeywords, check_options, only, unknown_options
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
@@ -45,12 +44,14 @@ _DAMAGES_SHOWN = 20
 
 
 class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The step that all ranks restore (None: there is none), and whether they read all of it first."""
+    """The step that all ranks restore (None: there is none), its folder, and whether they read all of it first."""
 
     step: int | None
+    folder: str
     verify_first: bool
 
 
+_NOTHING = _RestoreChoice(None, "", verify_first=False)
 _CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 
@@ -62,6 +63,11 @@ class Checkpointer:
     also keep this many of the best steps by the metric named `best`: the smallest values, or with `mode="max"` the
     largest. A step without the metric, or with NaN, is never among the best. The newest step is always kept. Without
     any rule, all steps are kept. "Newest" means the highest number.
+
+    `names`: how the folders are named. `{step}` stands for the step, `{step:06}` for the step with zeros in front.
+    `also_read`: patterns of further names, for steps that other programs saved. They are listed and restored, in every
+    format that `load` reads, and never removed by a rule. There a `*` stands for any text, and a step may be a file:
+    `also_read=["checkpoint-{step}", "epoch=*-step={step}.ckpt"]`.
 
     `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`. `coordinator_rank`:
     the rank that decides. `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
@@ -88,6 +94,8 @@ class Checkpointer:
         keep_best: int | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
+        names: str = OWN_NAMES,
+        also_read: Sequence[str] = (),
         process_group: "dist.ProcessGroup | Comm | None" = None,
         coordinator_rank: int = 0,
         no_dist: bool = False,
@@ -104,7 +112,7 @@ class Checkpointer:
         check_options(options.keys())
         self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
-        self._shelf = Shelf(store_at(path))
+        self._shelf = Shelf(store_at(path), StepNames(names, also_read))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
             background=background,
@@ -269,7 +277,7 @@ class Checkpointer:
             if chosen.step is None:
                 return self._nothing(skipped, default)
             try:
-                place = self._shelf.place(chosen.step)
+                place = self._shelf.within(chosen.folder)
                 if chosen.verify_first:
                     call = Call("restoring from", place.url)
                     together(comm, call, "verifying", partial(_verify, comm, place, given))
@@ -292,7 +300,7 @@ class Checkpointer:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return _RestoreChoice(left[-1] if left else None, verify_first)
+            return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
@@ -332,13 +340,15 @@ class Checkpointer:
         if chosen is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
         types, allow_pickle = self._for_loads.get("types", ()), self._for_loads.get("allow_pickle", False)
-        return open_checkpoint(self._shelf.place(chosen), types=types, allow_pickle=allow_pickle)
+        place = self._shelf.within(self._shelf.folder_of(checked_step(chosen)))
+        return open_checkpoint(place, types=types, allow_pickle=allow_pickle)
 
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
 
         Use it when a run goes back to an older step: the later steps would stay the newest. Raises CheckpointNotFound,
-        or CheckpointDamaged if the manifest of the step cannot be read; delete such a folder by hand.
+        or CheckpointDamaged if the manifest of the step cannot be read; delete such a folder by hand. Raises
+        InvalidRequest for a step in another format than Milepost's.
         """
         self._check_open()
         self._finish()
@@ -393,7 +403,7 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: Inv
     """Join the restore that the other ranks make in order to fail it."""
     if chosen.step is None:
         raise wrong
-    place = shelf.place(chosen.step)
+    place = shelf.within(chosen.folder)
     if chosen.verify_first:
         together(comm, Call("restoring from", place.url), "verifying", lambda: _raise(wrong))
     refuse_load(place, comm, wrong)
@@ -428,11 +438,10 @@ def _allows_another(error: CheckpointError) -> bool:
 
 def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
-    manifest = parse(place.url, *find(place))
+    files = files_at(place)
     transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
-    files = Files(place, manifest)
     reasons: list[str] = []
-    mine = manifest.files[comm.rank :: comm.size]
+    mine = files.manifest.files[comm.rank :: comm.size]
     meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
     meter.expect(sum(file.size_bytes for file in mine))
     try:
