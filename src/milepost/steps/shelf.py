@@ -29,7 +29,7 @@ _TRIES = 20
 
 
 @dataclass(frozen=True, slots=True)
-class Foreign:
+class ForeignStep:
     """A step that was saved under another name, or in another format. `ours`: it is in Milepost's format."""
 
     name: str
@@ -72,10 +72,10 @@ class Shelf:
             return LocalStore(self.root.root / name)  # it may be a file
         return Within(self.root, name)
 
-    def _foreign(self, committed: Mapping[int, int]) -> dict[int, list[Foreign]]:
+    def _foreign(self, committed: Mapping[int, int]) -> dict[int, list[ForeignStep]]:
         """The steps of other programs: by another name, or by our names in another format."""
         patterns = (self._patterns.own, *self._patterns.others)
-        found: dict[int, list[Foreign]] = {}
+        found: dict[int, list[ForeignStep]] = {}
         for name, is_file in sorted(names_in(self.root, [pattern.prefix for pattern in patterns])):
             own = self._patterns.own.step(name)
             step = self._patterns.step_of(name, file=is_file)
@@ -84,7 +84,7 @@ class Shelf:
             place = self.within(name)
             ours = not is_file and any(generation_of(known) is not None for known in place.list("manifest-"))
             if (ours and own is None) or is_file or (not ours and looks_foreign(place)):
-                found.setdefault(step, []).append(Foreign(name, ours))
+                found.setdefault(step, []).append(ForeignStep(name, ours))
         return found
 
     def scores(self, metric: str | None) -> dict[int, float | None]:
