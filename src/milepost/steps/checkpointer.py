@@ -13,21 +13,22 @@ import msgspec
 
 from milepost.api import load, save
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background, WhenBusy
+from milepost.background.saver import AsyncSaver, Background, WhenBusy, check_saver
 from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
 from milepost.core.agreement import Plans
+from milepost.core.option_values import check_values
 from milepost.core.wire import Wire
-from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
+from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
-from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
+from milepost.loading.options import LOAD_OPTIONS, LoadKeywords, make_load_options
 from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
-from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
+from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings, make_options
 from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.names import OWN_NAMES, StepNames
-from milepost.steps.options import RunKeywords, check_options, only, unknown_options
+from milepost.steps.options import RunKeywords, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
 from milepost.steps.storage_checkpointer import ranks_by
@@ -110,8 +111,13 @@ class Checkpointer:
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
         check_options(options.keys())
+        check_values({"timeout_s": timeout_s, "coordinator_rank": coordinator_rank, "no_dist": no_dist})
+        check_values({"save_planner": save_planner, "load_planner": load_planner})
+        check_saver(background, stage, staging_bytes, when_busy)
         self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
+        make_options(**self._for_saves)
+        make_load_options(**self._for_loads)
         self._shelf = Shelf(store_at(path), StepNames(names, also_read))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
@@ -157,7 +163,7 @@ class Checkpointer:
         self._check_open()
         place, comm = self._shelf.place(step), self._ranks()
         earlier = self._saver.take_error() if self._saver is not None else None
-        wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
+        wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
         if wrong is not None:
             refuse(place, comm, wrong)
         metadata = dict(metadata or {})
@@ -192,10 +198,11 @@ class Checkpointer:
         """
         self._check_open()
         place = self._shelf.place(step)
-        metadata, comm = dict(metadata or {}), self._ranks()
-        wrong = unknown_options(options, SAVE_SETTINGS, "a save")
+        comm = self._ranks()
+        wrong = unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
         if wrong is not None:
             self._background().refuse(place, wrong)
+        metadata = dict(metadata or {})
         if comm.rank == comm.coordinator:
             try:
                 metadata = _with_metrics(metadata, metrics)
@@ -267,8 +274,9 @@ class Checkpointer:
         step = None if step is None else checked_step(step)
         self._finish()
         comm, wrong = self._ranks(), unknown_options(options, LOAD_OPTIONS, "a restore")
+        wrong = wrong or wrong_values({"verify_first": verify_first})
         planner = planner if planner is not None else self._load_planner
-        wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
+        wish = bool(given.get("allow_missing") if verify_first is None else verify_first)
         skipped: dict[int, str] = {}
         while True:
             chosen = self._choose(comm, step, skipped, wish)
@@ -417,6 +425,7 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
     """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
     if METRICS in metadata:
         raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+    check_values({"metrics": metrics})
     if metrics is None:
         return metadata
     plain: dict[str, float] = {}
@@ -424,9 +433,9 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
         try:
             plain[name] = float(value)
         except Exception as error:
-            raise InvalidRequest(f"the metric {name!r} is a number, not {value!r}") from error
+            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
         if not isinstance(name, str):
-            raise InvalidRequest(f"the name of a metric is a string, not {name!r}")
+            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
     return {**metadata, METRICS: plain}
 
 
@@ -439,7 +448,7 @@ def _allows_another(error: CheckpointError) -> bool:
 def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
     files = files_at(place)
-    transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
+    transfer = make_load_options(**options).transfer
     reasons: list[str] = []
     mine = files.manifest.files[comm.rank :: comm.size]
     meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
