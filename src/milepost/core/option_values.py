@@ -12,15 +12,15 @@ _LONGEST_S = 1e9
 """About 30 years. Clocks overflow at some longer time."""
 
 
-class _Rule(NamedTuple):
+class _Permitted(NamedTuple):
     """What a value is, and in words."""
 
     holds: Callable[[Any], bool]
     words: str
 
 
-def _or_none(rule: _Rule) -> _Rule:
-    return _Rule(lambda value: value is None or rule.holds(value), f"{rule.words}, or None")
+def _or_none(rule: _Permitted) -> _Permitted:
+    return _Permitted(lambda value: value is None or rule.holds(value), f"{rule.words}, or None")
 
 
 def _is_flag(value: Any) -> bool:
@@ -31,16 +31,18 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not _is_flag(value) and math.isfinite(value)
 
 
-def _whole(least: int) -> _Rule:
+def _whole(least: int) -> _Permitted:
     def holds(value: Any) -> bool:
         return isinstance(value, (int, np.integer)) and not _is_flag(value) and bool(value >= least)
 
-    return _Rule(holds, f"a whole number from {least} on")
+    return _Permitted(holds, f"a whole number from {least} on")
 
 
-def _with(method: str, words: str) -> _Rule:
+def _with(method: str, words: str) -> _Permitted:
     """An object that has a method, and not its class."""
-    return _or_none(_Rule(lambda value: not isinstance(value, type) and callable(getattr(value, method, None)), words))
+    return _or_none(
+        _Permitted(lambda value: not isinstance(value, type) and callable(getattr(value, method, None)), words)
+    )
 
 
 def _is_optimizer(value: Any) -> bool:
@@ -48,14 +50,14 @@ def _is_optimizer(value: Any) -> bool:
     return all(hasattr(one, "param_groups") and hasattr(one, "register_step_pre_hook") for one in many)
 
 
-_FLAG = _Rule(_is_flag, "True or False")
-_SECONDS = _Rule(lambda value: _is_number(value) and 0 < value <= _LONGEST_S, "a number of seconds, more than 0")
-_FUNCTION = _or_none(_Rule(callable, "a function"))
-_MAPPING = _or_none(_Rule(lambda value: isinstance(value, Mapping), "a dict"))
-_TEXT = _or_none(_Rule(lambda value: isinstance(value, str) and bool(value), "a name"))
-_RENAME = _or_none(_Rule(lambda value: callable(value) or isinstance(value, Mapping), "a function or a dict"))
+_FLAG = _Permitted(_is_flag, "True or False")
+_SECONDS = _Permitted(lambda value: _is_number(value) and 0 < value <= _LONGEST_S, "a number of seconds, more than 0")
+_FUNCTION = _or_none(_Permitted(callable, "a function"))
+_MAPPING = _or_none(_Permitted(lambda value: isinstance(value, Mapping), "a dict"))
+_TEXT = _or_none(_Permitted(lambda value: isinstance(value, str) and bool(value), "a name"))
+_RENAME = _or_none(_Permitted(lambda value: callable(value) or isinstance(value, Mapping), "a function or a dict"))
 
-_RULES: dict[str, _Rule] = {
+_RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("overwrite", "compare_replicas", "reduce_partial", "allow_pickle", "drop_values"), _FLAG),
     **dict.fromkeys(("allow_missing", "allow_unexpected", "convert_dtype", "verify", "direct", "no_dist"), _FLAG),
     **dict.fromkeys(("share_reads", "verify_first"), _or_none(_FLAG)),
@@ -68,7 +70,7 @@ _RULES: dict[str, _Rule] = {
     **dict.fromkeys(("metadata", "metrics"), _MAPPING),
     **dict.fromkeys(("planner", "save_planner", "load_planner"), _with("set_up_planner", "a planner object")),
     **dict.fromkeys(("storage_writer", "storage_reader"), _with("reset", "an object that writes or reads a storage")),
-    "optimizer": _or_none(_Rule(_is_optimizer, "an optimizer or a list of them")),
+    "optimizer": _or_none(_Permitted(_is_optimizer, "an optimizer or a list of them")),
     "rename": _RENAME,
     "best": _TEXT,
 }
