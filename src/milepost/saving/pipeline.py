@@ -137,7 +137,7 @@ class _Save:
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
         on_difference: Literal["error", "warn"] = "warn" if start.may_differ else "error"
         self.options = replace(self.options, on_difference=on_difference, compare_replicas=start.compare_replicas)
-        attempt = Attempt(self.store, start.aim, comm.rank, comm.size)
+        attempt = Attempt(self.store, start.aim, comm.rank, comm.size, decides=comm.rank == comm.coordinator)
         if start.agreement:
             # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
             answer = self._write(attempt, described, self._known_plan(described.result, start.agreement), final=False)

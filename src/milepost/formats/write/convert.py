@@ -21,6 +21,7 @@ from milepost.formats.write.chosen import Chosen, Rename
 from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together
 from milepost.formats.write.milepost import SourceContents, write_milepost
+from milepost.formats.write.source import reading
 from milepost.formats.write.torchfile import torch_plan
 from milepost.saving.options import one_of
 from milepost.state.values import Codec
@@ -157,9 +158,10 @@ class _Origin:
     def chosen(self) -> "Chosen":
         """The part of the source that is converted."""
         if self._chosen is None:
-            checkpoint = open_checkpoint(self._where, types=self._types, allow_pickle=self._allow_pickle)
-            codec = Codec(self._types, self._allow_pickle)
-            self._chosen = Chosen(checkpoint, store_at(self._where), codec, self._rename, self._transfer)
+            store, codec = store_at(self._where), Codec(self._types, self._allow_pickle)
+            with reading(store.url):
+                checkpoint = open_checkpoint(store, types=self._types, allow_pickle=self._allow_pickle)
+                self._chosen = Chosen(checkpoint, store, codec, self._rename, self._transfer)
         return self._chosen
 
     def contents(self) -> SourceContents:
