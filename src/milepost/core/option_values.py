@@ -31,11 +31,15 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float, np.integer, np.floating)) and not _is_flag(value) and math.isfinite(value)
 
 
-def _whole(least: int) -> _Permitted:
-    def holds(value: Any) -> bool:
-        return isinstance(value, (int, np.integer)) and not _is_flag(value) and bool(value >= least)
+def _whole(least: int | None = None) -> _Permitted:
+    """A whole number. Without `least`, those who use it check its range, and say why."""
 
-    return _Permitted(holds, f"a whole number from {least} on")
+    def holds(value: Any) -> bool:
+        if not isinstance(value, (int, np.integer)) or _is_flag(value):
+            return False
+        return least is None or bool(value >= least)
+
+    return _Permitted(holds, "a whole number" if least is None else f"a whole number from {least} on")
 
 
 def _with(method: str, words: str) -> _Permitted:
@@ -61,7 +65,8 @@ _RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("overwrite", "compare_replicas", "reduce_partial", "allow_pickle", "drop_values"), _FLAG),
     **dict.fromkeys(("allow_missing", "allow_unexpected", "convert_dtype", "verify", "direct", "no_dist"), _FLAG),
     **dict.fromkeys(("share_reads", "verify_first"), _or_none(_FLAG)),
-    **dict.fromkeys(("host_memory_bytes", "max_shard_bytes", "threads", "block_bytes", "size"), _whole(1)),
+    **dict.fromkeys(("host_memory_bytes", "threads", "block_bytes"), _whole()),
+    **dict.fromkeys(("max_shard_bytes", "size"), _whole(1)),
     **dict.fromkeys(("keep_last", "keep_every", "keep_best"), _or_none(_whole(1))),
     "coordinator_rank": _whole(0),
     "staging_bytes": _or_none(_whole(0)),

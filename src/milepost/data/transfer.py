@@ -44,9 +44,9 @@ class Transfer:
     direct: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.threads, int) and not 1 <= self.threads <= MAX_THREADS:
-            raise InvalidRequest(f"a transfer has 1 to {MAX_THREADS} threads, not {self.threads}")
         check_values({"threads": self.threads, "block_bytes": self.block_bytes, "direct": self.direct})
+        if not 1 <= self.threads <= MAX_THREADS:
+            raise InvalidRequest(f"a transfer has 1 to {MAX_THREADS} threads, not {self.threads}")
         if self.block_bytes < BLOCK_BYTES or self.block_bytes % BLOCK_BYTES:
             raise InvalidRequest(f"block_bytes is a multiple of {BLOCK_BYTES}, not {self.block_bytes}")
 
