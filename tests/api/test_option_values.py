@@ -198,11 +198,20 @@ def test_all_wrong_values_are_named_at_once():
         milepost.save({}, "memory://wrong", overwrite="no", compare_replicas=3)
 
 
-# ---- options that a planner or a storage decides
-
-
 class Colour(enum.Enum):
     RED = 1
+
+
+def test_types_that_can_be_read_once_hold_for_every_call():
+    with milepost.Checkpointer("memory://types-once", types=iter([Colour])) as keeper:
+        for step in (1, 2):
+            keeper.save({"colour": Colour.RED}, step)
+            target = {"colour": None}
+            assert keeper.restore(target) == step
+            assert target == {"colour": Colour.RED}
+
+
+# ---- options that a planner or a storage decides
 
 
 class Global(DefaultSavePlanner):

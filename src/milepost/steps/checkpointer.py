@@ -18,7 +18,7 @@ from milepost.background.staging import Way
 from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
 from milepost.core.agreement import Plans
-from milepost.core.option_values import check_values
+from milepost.core.option_values import check_values, items_of
 from milepost.core.wire import Wire
 from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
@@ -114,6 +114,8 @@ class Checkpointer:
         check_values({"timeout_s": timeout_s, "coordinator_rank": coordinator_rank, "no_dist": no_dist})
         check_values({"save_planner": save_planner, "load_planner": load_planner})
         check_saver(background, stage, staging_bytes, when_busy)
+        if "types" in options:
+            options["types"] = items_of("types", options["types"])  # for every call, also if it can be read only once
         self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
         make_options(**self._for_saves)
