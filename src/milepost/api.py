@@ -11,11 +11,12 @@ from milepost.background.staging import Way
 from milepost.background.writing import Then
 from milepost.comm import TIMEOUT_S, Call, Comm, calling
 from milepost.comm.distributed import ranks_of
+from milepost.core.option_values import check_values
 from milepost.loading.options import ExplainKeywords, LoadKeywords, make_explain_options, make_load_options
 from milepost.loading.pipeline import explain_state, load_state, refuse_load
 from milepost.loading.report import LoadReport
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
-from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
+from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, ignored_by_load, ignored_by_save, route
 from milepost.planning.route_run import load_with_planner, save_with_planner, writer_at
 from milepost.planning.stateful_dict import expand_stateful, expand_to_fill
 from milepost.planning.storage import CheckpointReader
@@ -48,7 +49,8 @@ def save(
     `path` stands, even if ranks or the machine die.
 
     `process_group`: the ranks that save together; by default all of the job. `timeout_s`: how long to wait for them.
-    `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of your own, for what options cannot say.
+    `planner`, `storage_writer`: a `SavePlanner` or `StorageWriter` of your own, for what options cannot say. Options
+    that they decide are then refused.
 
     Options:
     `metadata`: a small dict of plain values to keep with the checkpoint; the coordinator's is kept.
@@ -72,18 +74,21 @@ def save(
     """
     comm = ranks_of(process_group, timeout_s)
     with calling(comm, Call("saving to", str(path))):
+        check_values({"planner": planner, "storage_writer": storage_writer})
         made, wrong = _checked(make_options, options, comm)
         if planner is None and storage_writer is None:
             store = store_at(required(path))
             return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
         writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
         writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
-        match route(writer, planner):
-            case NoPlanner() as chosen:
+        chosen = route(writer, planner)
+        wrong = wrong or ignored_by_save(options, chosen, own_writer=storage_writer is not None)
+        match chosen:
+            case NoPlanner():
                 if wrong is not None:
                     refuse(chosen.writer.store, comm, wrong)
                 return chosen.note(save_state(state, chosen.writer.store, comm, chosen.options(made)))
-            case LocalPlanner() | GlobalPlanner() as chosen:
+            case LocalPlanner() | GlobalPlanner():
                 return save_with_planner(_unless(wrong, partial(expand_stateful, state)), chosen, comm, made)
 
 
@@ -104,7 +109,7 @@ def load(
 
     `process_group`, `timeout_s`: as for `save`.
     `planner`, `storage_reader`: a `LoadPlanner` or `StorageReader` of your own. With either, the first four options,
-    `share_reads`, `types` and `allow_pickle` have no effect: the planner decides (by default a `DefaultLoadPlanner`).
+    `share_reads`, `types` and `allow_pickle` are refused: the planner decides (by default a `DefaultLoadPlanner`).
 
     Options:
     `allow_missing=True`: leave what the checkpoint lacks as it is.
@@ -126,10 +131,12 @@ def load(
     """
     comm = ranks_of(process_group, timeout_s)
     with calling(comm, Call("loading", str(path))):
+        check_values({"planner": planner, "storage_reader": storage_reader})
         made, wrong = _checked(make_load_options, options, comm)
         if planner is None and storage_reader is None:
             store = store_at(required(path))
             return load_state(state, store, comm, made) if wrong is None else refuse_load(store, comm, wrong)
+        wrong = wrong or ignored_by_load(options, own_reader=storage_reader is not None)
         reader = storage_reader
         if reader is None:
             transfer, progress = made.transfer, made.progress

@@ -12,10 +12,11 @@ from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor
+from milepost.core.option_values import check_values
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import LEAVES, Node, Path, build, grow
 from milepost.data.read import Damage, Files
-from milepost.data.transfer import Meter, Transfer, Watcher
+from milepost.data.transfer import Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
 from milepost.state.values import Codec
 from milepost.store import Location, Store, store_at
@@ -244,7 +245,8 @@ class Checkpoint(Mapping[str, Any]):
 
         `transfer`: threads and memory, as for `load`. `progress`: called with a `Progress` from time to time.
         """
-        transfer, meter = transfer or Transfer(), Meter("verify", self.url, progress)
+        check_values({"progress": progress})
+        transfer, meter = limited_transfer(transfer), Meter("verify", self.url, progress)
         meter.expect(sum(record.size_bytes for record in self._manifest.files))
         damages: list[Damage] = []
         read = 0

@@ -61,8 +61,9 @@ WRONG_SAVES = [
     ({"colour": 1}, "colour"),
     ({"on_difference": "ignore"}, "on_difference"),
     ({"host_memory_bytes": 1}, "host_"),
+    ({"overwrite": "no"}, "overwrite"),
 ]
-WRONG_LOADS = [({"colour": 1}, "colour"), ({"host_memory_bytes": 1}, "host_memory_bytes")]
+WRONG_LOADS = [({"colour": 1}, "colour"), ({"host_memory_bytes": 1}, "host_memory_bytes"), ({"verify": 0}, "verify")]
 PLANNERS = [None, DefaultSavePlanner, Renaming, Global]
 
 

@@ -1,5 +1,7 @@
 """Reading once for all replicas, on real ranks: what each rank reads, what it gets, and what happens when one fails."""
 
+import os
+import pathlib
 import time
 
 import pytest
@@ -15,7 +17,7 @@ from milepost.loading.pipeline import _pays
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import agree_to_share
 from milepost.store import LocalStore
-from tests.ranks import spawn
+from tests.ranks import spawn, spawn_outcomes
 
 MIB = 1 << 20
 
@@ -167,6 +169,74 @@ def load_while_the_coordinator_cannot_send(rank, where):
     assert not isinstance(caught.value, RanksMissing)
 
 
+def load_while_one_dies(rank, where):
+    broadcast, sent = dist.broadcast, []
+
+    def die(*arguments, **options):
+        sent.append(arguments)
+        if len(sent) > 2:
+            os._exit(1)
+        return broadcast(*arguments, **options)
+
+    if rank == 1:
+        dist.broadcast = die
+    with pytest.raises(RanksMissing, match=r"rank 1 .*sending"):
+        milepost.load(blank(whole()), where, share_reads=True, timeout_s=4)
+    return "told"
+
+
+def load_while_a_thread_uses_the_group(rank, where):
+    broadcast = dist.broadcast
+
+    class Mixed:
+        """What another thread's collective on one rank does to ours: something else arrives."""
+
+        def __init__(self, message, work):
+            self.message, self.work = message, work
+
+        def wait(self, timeout):
+            self.work.wait(timeout)
+            self.message[-1] ^= 1
+
+    if rank == 1:
+        dist.broadcast = lambda message, **options: Mixed(message, broadcast(message, **options))
+    with pytest.raises(CheckpointError, match=r"(?s)not what arrived.*share_reads=False"):
+        milepost.load(blank(whole()), where, share_reads=True)
+    dist.broadcast = broadcast
+    target = blank(whole())
+    milepost.load(target, where, share_reads=True)
+    assert same(whole(), target), "the same call works"
+
+
+def load_in_little_memory(rank, where):
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("copies", "one"))
+    memory = torch.zeros(5, 2, MIB)
+    target = {"plain": memory[:, 0], "mesh": distribute_tensor(torch.zeros(5, MIB), mesh, [Replicate(), Shard(0)])}
+    used = []
+    for share in (False, True):
+        dist.barrier()
+        pathlib.Path("/proc/self/clear_refs").write_text("5")  # forget the peak
+        before = peak_bytes()
+        milepost.load(target, where, share_reads=share, host_memory_bytes=MIB)
+        used.append(peak_bytes() - before)
+        assert target["plain"].sum() == 5 * MIB == target["mesh"].to_local().sum()
+        memory.zero_()
+    return used
+
+
+def peak_bytes():
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_exchange_keeps_to_the_memory_of_the_call(tmp_path):
+    milepost.save({"plain": torch.ones(5, MIB), "mesh": torch.ones(5, MIB)}, tmp_path)
+    for apart, once in spawn(2, load_in_little_memory, tmp_path):
+        assert once < apart + 4 * MIB
+
+
 def load_different(rank, where):
     target = blank(whole())
     if rank == 2:
@@ -181,7 +251,9 @@ def load_different(rank, where):
 def test_shared_read_error_reaches_all_ranks(tmp_path):
     milepost.save(whole(), tmp_path)
     spawn(3, load_with_trouble, tmp_path)
+    spawn(3, load_while_a_thread_uses_the_group, tmp_path)
     spawn(3, load_while_one_sends_nothing, tmp_path)
+    assert spawn_outcomes(3, load_while_one_dies, tmp_path) == [(True, "told"), None, (True, "told")]
     spawn(3, load_different, tmp_path)
     (path,) = tmp_path.glob("data/*/*.safetensors")
     with path.open("r+b") as file:

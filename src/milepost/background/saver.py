@@ -23,11 +23,12 @@ from milepost.background.writing import StagedSave, Then, after_commit, write_by
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, calling, together
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
+from milepost.core.option_values import check_values
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, InvalidRequest, SaveInFlight
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
-from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, route
+from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, ignored_by_save, route
 from milepost.planning.route_run import save_with_planner, writer_at
 from milepost.saving.describe import Described, describe
 from milepost.saving.options import SaveKeywords, SaveOptions, make_options, one_of
@@ -64,6 +65,14 @@ class _SaveCall:
     optimizers: Sequence[torch.optim.Optimizer]
     then: Then | None
     wrong: Exception | None
+
+
+def check_saver(background: str, stage: str, staging_bytes: int | None, when_busy: str) -> None:
+    """Raise InvalidRequest for arguments that an AsyncSaver cannot have."""
+    one_of("background", background, ("thread", "process"))
+    one_of("when_busy", when_busy, ("wait", "refuse"))
+    one_of("stage", stage, _WAYS)
+    check_values({"staging_bytes": staging_bytes})
 
 
 class AsyncSaver:
@@ -107,11 +116,10 @@ class AsyncSaver:
         # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
         # Before the arguments are checked: if they are wrong on one rank only, its next saver still meets the others'.
         self._comm, self._asking = ranks.secondary("saving"), ranks.secondary("asking")
-        self._background: Background = one_of("background", background, ("thread", "process"))
-        self._when_busy: WhenBusy = one_of("when_busy", when_busy, ("wait", "refuse"))
-        self._stage: Way = one_of("stage", stage, _WAYS)
-        if staging_bytes is not None and staging_bytes < 0:
-            raise InvalidRequest(f"staging_bytes is 0 or more, not {staging_bytes}")
+        check_saver(background, stage, staging_bytes, when_busy)
+        self._background: Background = background
+        self._when_busy: WhenBusy = when_busy
+        self._stage: Way = stage
         in_process = background == "process"
         self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
         self._processes = (
@@ -150,6 +158,7 @@ class AsyncSaver:
         """
         wrong: Exception | None = None
         try:
+            check_values({"then": then, "optimizer": optimizer, "planner": planner, "storage_writer": storage_writer})
             way: Way = self._stage if stage is None else one_of("stage", stage, _WAYS)
             keywords: SaveKeywords = {"plans": self.plans, **options}
             made = make_options(**keywords)
@@ -160,15 +169,16 @@ class AsyncSaver:
         if planner is None and storage_writer is None:
             work = SaveWork(store_at(required(path)), made, _describing(state, made), then)
             return self.begin(work, way, optimizers, refused=wrong)
-        return self._save_with(call, planner, storage_writer)
+        return self._save_with(call, planner, storage_writer, options)
 
     def _save_with(
-        self, call: _SaveCall, planner: SavePlanner | None, storage_writer: StorageWriter | None
+        self, call: _SaveCall, planner: SavePlanner | None, storage_writer: StorageWriter | None, given: SaveKeywords
     ) -> PendingSave:
         self.check_open()
-        if storage_writer is None:
-            storage_writer = writer_at(required(call.path), call.options)
-        chosen = route(storage_writer, planner)
+        writer = storage_writer if storage_writer is not None else writer_at(required(call.path), call.options)
+        chosen = route(writer, planner)
+        ignored = ignored_by_save(given, chosen, own_writer=storage_writer is not None)
+        call = replace(call, wrong=call.wrong or ignored)
         match chosen:
             case NoPlanner():
                 chosen.writer.reset(call.path)

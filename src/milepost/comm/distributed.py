@@ -15,6 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from milepost.comm.base import Comm, Solo
 from milepost.comm.board_comm import BoardComm
 from milepost.comm.channel import Channel
+from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest, RanksMissing
 
 _FIRST_LOOK_S = 0.001
@@ -120,15 +121,20 @@ def _reachable() -> Iterator[None]:
 def ranks_of(group: Any, timeout_s: float, coordinator: int = 0) -> Comm:
     """The comm for a process group, a comm, or None: the default group if there is one, else this process alone.
 
-    `coordinator`: the rank, counted in the group, that collects and decides.
+    `coordinator`: the rank, counted in the group, that collects and decides. Raises InvalidRequest for values that
+    options of calls cannot have.
     """
+    check_values({"timeout_s": timeout_s, "coordinator_rank": coordinator})
     if isinstance(group, (BoardComm, Solo)) or (not isinstance(group, dist.ProcessGroup) and isinstance(group, Comm)):
         return group
     if group is None and not (dist.is_available() and dist.is_initialized()):
         _check_alone()
         return Solo()
     group = dist.group.WORLD if group is None else group
-    if dist.get_rank(group) < 0:
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER
+    if not isinstance(group, dist.ProcessGroup) and not outside:
+        raise InvalidRequest(f"process_group is a torch.distributed.ProcessGroup, a Comm or None, not {group!r}")
+    if outside or dist.get_rank(group) < 0:
         raise InvalidRequest("this rank is not in the process group; only its members make the call")
     members = dist.get_process_group_ranks(group)
     if len(members) == 1:

@@ -73,12 +73,13 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator commits."""
+    """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator, which `decides`, commits."""
 
     store: Store
     aim: Aim
     rank: int
     world: int
+    decides: bool = False
 
     def write(
         self,
@@ -130,7 +131,7 @@ class Attempt:
         """Whether the commit did not happen, and can no longer happen after this error."""
         failures = getattr(error, "failures", {})
         decided = bool(failures) or isinstance(error, (SaveConflict, RanksDisagree))
-        if self.world > 1 and not decided:
+        if self.world > 1 and not decided and not self.decides:
             return False  # the coordinator did not answer; it may still commit
         if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
             return False  # a power cut may bring the manifest back

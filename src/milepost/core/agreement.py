@@ -13,6 +13,7 @@ import xxhash
 from milepost.core.division import share_out
 from milepost.core.layout import Layout, Whole
 from milepost.core.manifest import PerRankValue, Tensor
+from milepost.core.option_values import check_values
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.table import Merged, Table, TensorRow
 from milepost.core.tree import Node
@@ -134,6 +135,7 @@ class Plans:
     """
 
     def __init__(self, size: int = 16) -> None:
+        check_values({"size": size})
         self._size = size
         self._plans: OrderedDict[tuple[bytes, int, bool], GroupPlan] = OrderedDict()
         self._overviews: OrderedDict[bytes, Overview] = OrderedDict()

@@ -3,6 +3,8 @@
 A box that k ranks hold is split into up to k parts of at least a MiB, one for each; a smaller one goes whole to one
 of them. Two numbers for each tensor in the manifest (`parts` and `turn`) record this, so a reader can work out which
 file holds which part without a list.
+
+Where replicas may differ, nothing is split: `keep_one` chooses the replica that is written, one for a whole tensor.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -13,10 +15,10 @@ import numpy.typing as npt
 
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES, size_bytes
-from milepost.core.layout import Boxes, Grid, Layout, Whole
+from milepost.core.layout import Boxes, Grid, Held, Layout, Whole
 from milepost.core.limits import MIN_PART_BYTES
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.ranks import positions, unpack_ranks
+from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 from milepost.core.shardfile import entry_name
 from milepost.core.table import TensorRow
 
@@ -48,18 +50,48 @@ def share_out(
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
     """The manifest's tensors, each with a number of parts and a turn, so that all ranks write about equally much.
 
-    With `share_replicas=False` the first holder of each box writes all of it. Takes time in proportion to the tensors,
-    and looks at the ranks only once for each layout.
+    With `share_replicas=False` one replica writes all of a tensor: see `keep_one`. Takes time in proportion to the
+    tensors, and looks at the ranks only once for each layout.
     """
     order = list(rows)
+    if share_replicas:
+        turns = _take_turns(order, layouts, world)
+    else:
+        kept = {layout: keep_one(layout) for layout in dict.fromkeys(layouts[row.key] for row in order)}
+        turns = {row.key: (1, kept[layouts[row.key]][1]) for row in order}
+        layouts = {row.key: kept[layouts[row.key]][0] for row in order}
     index: dict[Layout, int] = {}
     for row in order:
         index.setdefault(layouts[row.key], len(index))
-    turns = _take_turns(order, layouts, world) if share_replicas else {}
-    tensors = tuple(
-        Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *turns.get(r.key, (1, 0)), kind=r.kind) for r in order
-    )
+    tensors = tuple(Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *turns[r.key], kind=r.kind) for r in order)
     return tensors, tuple(index)
+
+
+def keep_one(layout: Layout) -> tuple[Layout, int]:
+    """The layout and the turn by which one replica writes all of a tensor, never a part of one and a part of another.
+
+    On a mesh that is the replica that the lowest rank belongs to, however the mesh orders its ranks. Boxes that were
+    listed one by one say nothing about replicas. There a rank that holds more of the tensor comes before one that
+    holds less, and the lower of two before the other: a rank that holds all of it writes all of it.
+    """
+    if isinstance(layout, Boxes):
+        return _keep_one_of_boxes(layout), 0
+    groups = layout.replicas()
+    return layout, int(groups.argmin()) % groups.shape[1]
+
+
+def _keep_one_of_boxes(layout: Boxes) -> Boxes:
+    """The same boxes, with the rank that writes each first among its holders."""
+    sizes: dict[int, int] = {}
+    for held in layout.held:
+        for rank in held.holders:
+            sizes[rank] = sizes.get(rank, 0) + held.box.elements
+    return Boxes(
+        tuple(
+            Held(held.box, pack_ranks(sorted(held.holders, key=lambda rank: (-sizes[rank], rank))))
+            for held in layout.held
+        )
+    )
 
 
 def _take_turns(rows: list[TensorRow], layouts: Mapping[str, Layout], world: int) -> dict[str, tuple[int, int]]:

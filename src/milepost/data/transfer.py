@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
+from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest, SaveCancelled
 
 J = TypeVar("J")
@@ -43,10 +44,16 @@ class Transfer:
     direct: bool = True
 
     def __post_init__(self) -> None:
+        check_values({"threads": self.threads, "block_bytes": self.block_bytes, "direct": self.direct})
         if not 1 <= self.threads <= MAX_THREADS:
             raise InvalidRequest(f"a transfer has 1 to {MAX_THREADS} threads, not {self.threads}")
         if self.block_bytes < BLOCK_BYTES or self.block_bytes % BLOCK_BYTES:
             raise InvalidRequest(f"block_bytes is a multiple of {BLOCK_BYTES}, not {self.block_bytes}")
+
+    @property
+    def memory_bytes(self) -> int:
+        """The memory that all blocks take together."""
+        return self.threads * self.block_bytes
 
     def threads_for(self, total_bytes: int, pieces: int, block_bytes: int) -> int:
         """How many threads to use for this many bytes and pieces, with blocks of this size.
@@ -65,12 +72,20 @@ class Transfer:
 
     def within(self, host_memory_bytes: int) -> "Transfer":
         """The same, with fewer threads or smaller blocks if it would use more memory than this."""
+        check_values({"host_memory_bytes": host_memory_bytes})
         if host_memory_bytes < BLOCK_BYTES:
             raise InvalidRequest(
                 f"host_memory_bytes is {host_memory_bytes}, and a transfer needs at least {BLOCK_BYTES // KIB} KiB"
             )
         block = min(self.block_bytes, host_memory_bytes // BLOCK_BYTES * BLOCK_BYTES)
         return Transfer(min(self.threads, host_memory_bytes // block), block, self.direct)
+
+
+def limited_transfer(transfer: Transfer | None, host_memory_bytes: int = HOST_MEMORY_BYTES) -> Transfer:
+    """How a call moves bytes, by its options of these names. Raises InvalidRequest for values that they cannot have."""
+    if transfer is not None and not isinstance(transfer, Transfer):
+        raise InvalidRequest(f"transfer is a milepost.Transfer, or None, not {transfer!r}")
+    return (transfer or Transfer()).within(host_memory_bytes)
 
 
 @dataclass(frozen=True, slots=True)

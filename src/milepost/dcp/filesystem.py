@@ -47,7 +47,9 @@ CURRENT_DCP_VERSION = str(VERSION)
 
 def _path(where: Location) -> Any:
     """A path as a Path, as DCP has it; anything else as it is."""
-    return Path(where) if isinstance(where, os.PathLike) or (isinstance(where, str) and "://" not in where) else where
+    if isinstance(where, (bytes, os.PathLike)):
+        return Path(os.fsdecode(where))
+    return Path(where) if isinstance(where, str) and "://" not in where else where
 
 
 class FileSystemWriter(storage.CheckpointWriter, BlockingAsyncStager):

@@ -6,7 +6,8 @@ from typing import TypedDict, Unpack
 
 import torch
 
-from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
+from milepost.core.option_values import check_values
+from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.state.values import Codec
 
@@ -67,15 +68,16 @@ class LoadOptions:
 def make_load_options(**given: Unpack[LoadKeywords]) -> LoadOptions:
     """The options as callers of `milepost.load` give them. Raises InvalidRequest, naming an option that is wrong."""
     _check_known(frozenset(given), LOAD_OPTIONS, "a load")
+    check_values(given)
     return LoadOptions(
         codec=Codec(given.get("types", ()), given.get("allow_pickle", False)),
         allow_missing=given.get("allow_missing", False),
         allow_unexpected=given.get("allow_unexpected", False),
         convert_dtype=given.get("convert_dtype", False),
-        device=given.get("device"),
+        device=_checked_device(given.get("device")),
         verify=given.get("verify", True),
         share_reads=given.get("share_reads"),
-        transfer=(given.get("transfer") or Transfer()).within(given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
+        transfer=limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
         progress=given.get("progress"),
     )
 
@@ -91,3 +93,12 @@ def _check_known(given: frozenset[str], known: frozenset[str], call: str) -> Non
     if unknown:
         listed = ", ".join(sorted(known))
         raise InvalidRequest(f"{', '.join(unknown)}: {call} has no such option. Its options are {listed}")
+
+
+def _checked_device(device: torch.device | str | None) -> torch.device | str | None:
+    if device is not None:
+        try:
+            torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise InvalidRequest(f"device is a torch.device or its name, not {device!r}: {error}") from None
+    return device

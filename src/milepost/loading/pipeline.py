@@ -4,6 +4,7 @@ import itertools
 import logging
 from collections.abc import Callable, Mapping
 from functools import cache, partial
+from types import NoneType
 from typing import Any, NoReturn
 
 import msgspec
@@ -40,7 +41,7 @@ from milepost.loading.match import Matcher, check_world, keys_of
 from milepost.loading.options import LoadOptions
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
-from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
+from milepost.loading.share_reads import WORTH_BYTES, Exchange, Memory, agree_to_share, check_arrival
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
 from milepost.state.take_apart import PerRank, is_stateful
 from milepost.state.tensors import Describer
@@ -71,7 +72,8 @@ class _Judgement(msgspec.Struct, frozen=True, array_like=True):
 _OPENING = Announcement("opening", Wire(_Opened))
 _MATCHING = Meeting("matching", Wire(RankMatch), Wire(_Judgement))
 _SHARING_OUT = Meeting("sharing out", Wire(dict[str, bytes]), Wire(bool))
-_READING, _SENDING, _APPLYING = "reading", "sending", "applying"
+_SENDING = Meeting("sending", Wire(dict[str, bytes]), Wire(NoneType))
+_READING, _APPLYING = "reading", "applying"
 _EXPLAINING = Meeting("matching", Wire(RankMatch), Wire(LoadReport))
 
 
@@ -88,7 +90,7 @@ def _load(state: Any, store: Store, comm: Comm, call: Call, options: LoadOptions
     files = opened.get()
     meter = Meter("load", store.url, options.progress if comm.rank == comm.coordinator else None)
     target = defer(comm, lambda: allocate(match, describer, options.device))
-    exchanges = _share_out(target, describer, comm, call) if share else []
+    exchanges = _share_out(target, describer, comm, call, options.transfer.memory_bytes) if share else []
 
     def read() -> dict[str, Any]:
         shared = {key for exchange in exchanges for key in exchange.keys}
@@ -96,21 +98,21 @@ def _load(state: Any, store: Store, comm: Comm, call: Call, options: LoadOptions
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
         place_all(files, placements, options.transfer, meter, verify=options.verify)
         values = _read_values(match, files, comm, options.codec)
+        memory: Memory = {}
         for exchange in exchanges:
-            exchange.prepare()
+            exchange.prepare(memory)
         return values
 
-    def send() -> None:
-        for exchange in exchanges:
-            # Half: a rank whose message never comes must be back in time for the meeting that says why.
-            exchange.run(comm.timeout_s / 2)
+    def send() -> dict[str, bytes]:
+        # Half: a rank whose message never comes must be back in time for the meeting that says why.
+        return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
     try:
         values = together(comm, call, _READING, read)
     finally:
         files.close()
     if share:
-        together(comm, call, _SENDING, send)
+        meet(comm, call, _SENDING, send, check_arrival)
     loaded = together(comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}))
     meter.finish()
     return loaded
@@ -225,13 +227,15 @@ def _pays(found: list[RankMatch], wish: bool | None) -> bool:
     return len({one.host for one in sharing}) > 1 or all(one.on_device for one in sharing)
 
 
-def _share_out(target: Deferred[Target], describer: Describer, comm: Comm, call: Call) -> list[Exchange]:
+def _share_out(
+    target: Deferred[Target], describer: Describer, comm: Comm, call: Call, memory_bytes: int
+) -> list[Exchange]:
     """Agree on which rank reads what of the tensors that several ranks want. If the ranks differ, nothing is shared."""
 
     def make() -> list[Exchange]:
         parts = shared_parts(target.get(), describer)
         # In one order over all groups of the job, so that no two groups wait for each other.
-        return [Exchange(s, comm.rank, parts[s]) for s in sorted(parts, key=lambda s: s[:2])]
+        return [Exchange(s, comm.rank, parts[s], memory_bytes) for s in sorted(parts, key=lambda s: s[:2])]
 
     exchanges = defer(comm, make)
     if meet(comm, call, _SHARING_OUT, lambda: {e.name: e.digest() for e in exchanges.get()}, agree_to_share):

@@ -5,9 +5,12 @@ LocalPlanner: the planner changes what its own rank writes. It takes the usual p
 GlobalPlanner: the planner or the storage needs the plans of all ranks. It takes the planner protocol.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeGuard
 
+from milepost.core.option_values import name_ignored
+from milepost.errors import InvalidRequest
 from milepost.planning.default import DefaultSavePlanner
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.storage import CheckpointWriter
@@ -93,3 +96,44 @@ def is_local(writer: StorageWriter, planner: DefaultSavePlanner) -> TypeGuard[Ch
 def _keeps(value: object, base: type, names: tuple[str, ...]) -> bool:
     """Whether the class of a value has these methods as its base has them."""
     return all(getattr(type(value), name) is getattr(base, name) for name in names)
+
+
+def ignored_by_save(given: Mapping[str, Any], chosen: SaveRoute, *, own_writer: bool) -> InvalidRequest | None:
+    """What is wrong with options of a save that this path would ignore; None if none was given.
+
+    `own_writer`: the caller passed a storage writer.
+    """
+    of_planner = {"types", "allow_pickle"}
+    of_writer = {"transfer", "host_memory_bytes", "progress"} if own_writer else set()
+    of_usual_path = set()
+    if isinstance(chosen, GlobalPlanner):
+        of_usual_path = {"on_difference", "compare_replicas", "reduce_partial"}
+        if not isinstance(chosen.writer, CheckpointWriter):
+            of_writer |= {"metadata", "overwrite"}
+    return (
+        name_ignored(
+            given,
+            of_planner,
+            "a save with a planner or a storage writer takes this from the planner; pass "
+            "planner=DefaultSavePlanner(...) with it",
+        )
+        or name_ignored(
+            given, of_writer, "a save with a storage writer takes this from the writer; make the writer with it"
+        )
+        or name_ignored(
+            given, of_usual_path, "a planner or storage that needs the plans of all ranks decides this; leave it out"
+        )
+    )
+
+
+def ignored_by_load(given: Mapping[str, Any], *, own_reader: bool) -> InvalidRequest | None:
+    """The same for a load with a planner or a storage reader. `own_reader`: the caller passed a reader."""
+    of_reader = {"verify", "transfer", "host_memory_bytes", "progress"} if own_reader else set()
+    return name_ignored(
+        given,
+        {"allow_missing", "allow_unexpected", "convert_dtype", "device", "share_reads", "types", "allow_pickle"},
+        "a load with a planner or a storage reader takes this from the planner; pass planner=DefaultLoadPlanner(...) "
+        "with what it has (allow_partial_load, types, allow_pickle), or load without a planner",
+    ) or name_ignored(
+        given, of_reader, "a load with a storage reader takes this from the reader; make the reader with it"
+    )

@@ -215,8 +215,11 @@ def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:
 
 
 def resolved_tensor(planner: SavePlanner, item: WriteItem) -> torch.Tensor:
-    """The data of an item that is a tensor. Raises InvalidState if it is not what the plan says."""
-    data = planner.resolve_data(item)
+    """The data of an item that is a tensor. Raises InvalidState if it is not what the plan says, or not there."""
+    try:
+        data = planner.resolve_data(item)
+    except OSError as error:  # else it would look like an error of the storage that is written to
+        raise InvalidState(f"{item.index.fqn!r}: the planner cannot give its data: {error}") from error
     assert item.tensor_data is not None
     chunk, dtype = item.tensor_data.chunk, item.tensor_data.properties.dtype
     if not isinstance(data, torch.Tensor) or tuple(data.shape) != tuple(chunk.sizes) or data.dtype != dtype:

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
 from milepost.core.agreement import Plans
-from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher
+from milepost.core.option_values import check_values
+from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.state.values import Codec
 
@@ -75,7 +76,10 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
     if unknown:
         known = ", ".join(sorted(SAVE_OPTIONS))
         raise InvalidRequest(f"{', '.join(unknown)}: a save has no such option. Its options are {known}")
-    plans, transfer = given.get("plans"), given.get("transfer")
+    check_values(given)
+    plans = given.get("plans")
+    if plans is not None and not isinstance(plans, Plans):
+        raise InvalidRequest(f"plans is a milepost.Plans, or None, not {plans!r}")
     return SaveOptions(
         metadata=given.get("metadata") or {},
         codec=Codec(given.get("types", ()), given.get("allow_pickle", False)),
@@ -84,13 +88,13 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
         on_difference=one_of("on_difference", given.get("on_difference", "error"), ("error", "warn")),
         compare_replicas=given.get("compare_replicas", True),
         reduce_partial=given.get("reduce_partial", False),
-        transfer=(transfer or Transfer()).within(given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
+        transfer=limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
         progress=given.get("progress"),
     )
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:
     """The value. Raises InvalidRequest if it is not among the known ones."""
-    if value not in known:
+    if not isinstance(value, str) or value not in known:
         raise InvalidRequest(f"{name} is one of {', '.join(map(repr, known))}, not {value!r}")
     return value

@@ -141,7 +141,7 @@ class _Save:
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
         on_difference: Literal["error", "warn"] = "warn" if start.may_differ else "error"
         self.options = replace(self.options, on_difference=on_difference, compare_replicas=start.compare_replicas)
-        attempt = Attempt(self.store, start.aim, comm.rank, comm.size)
+        attempt = Attempt(self.store, start.aim, comm.rank, comm.size, decides=comm.rank == comm.coordinator)
         if start.agreement:
             # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
             answer = self._write(attempt, described, self._known_plan(described.result, start.agreement), final=False)
@@ -152,10 +152,9 @@ class _Save:
             answer = self._write(attempt, described, self._agree(described), final=True)
         described.get().released()
         self.meter.finish()
-        if comm.rank == comm.coordinator:
+        if comm.rank == comm.coordinator and self.warnings:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
-            for text in self.warnings:
-                warnings.warn(f"{text}\nThe lowest rank's are saved.", RuntimeWarning, stacklevel=5)
+            warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=5)
         return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:
@@ -183,8 +182,8 @@ class _Save:
     ) -> _Answer:
         """Write, bring the results together, and commit on the coordinator. What is not committed is removed."""
         tensors = described.result.tensors if described.result is not None else {}
-        enabled = self.options.compare_replicas and self.comm.size > 1
-        check = ReplicaCheck(plan, self.comm.rank, tensors, enabled)
+        compared = self.options.compare_replicas and self.comm.size > 1
+        check = ReplicaCheck(plan, self.comm.rank, tensors, self.options.transfer.memory_bytes if compared else 0)
         commit = _Commit(self.options.plans, plan, attempt, self.meter)
 
         def work() -> _Result:
@@ -234,20 +233,23 @@ class _Save:
 
     def _tell_differences(self, described: Described, check: ReplicaCheck, answer: _Answer) -> None:
         """Find out, with all ranks, which keys differ where. Raise, or keep it for a warning."""
-        texts: list[str] = []
+        values, replicas = "", ""
         if answer.values_differ:
             own = _VALUES.pack(described.table.values)
-            texts.append(meet(self.comm, self.call, _COMPARING, lambda: own, _name_unequal))
+            values = meet(self.comm, self.call, _COMPARING, lambda: own, _name_unequal)
         if answer.replicas_differ:
-            texts.append(check.explain(self.comm, self.call, set(answer.replicas_differ)))
+            kept = self.options.on_difference == "warn"
+            replicas = check.explain(self.comm, self.call, set(answer.replicas_differ), kept=kept)
         if self.options.on_difference == "error":
             raise mark_told(
                 RanksDisagree(
-                    "\n".join(texts) + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
+                    "\n".join(filter(None, (values, replicas)))
+                    + "\nWrap what belongs to a rank in PerRank, synchronise the ranks, or pass "
                     'on_difference="warn" to keep the lowest rank\'s.'
                 )
             )
-        self.warnings.extend(texts)
+        self.warnings.extend([f"{values}\nThe lowest rank's was saved; PerRank keeps all."] if values else [])
+        self.warnings.extend([replicas] if replicas else [])
 
 
 class _Commit:

@@ -5,6 +5,8 @@ import xxhash
 
 from milepost.comm import Call, Comm, Meeting, meet
 from milepost.core.agreement import GroupPlan
+from milepost.core.box import Box, Shape
+from milepost.core.division import written_by
 from milepost.core.limits import MIB
 from milepost.core.manifest import Tensor
 from milepost.core.ranks import pack_ranks, show_ranks
@@ -16,19 +18,23 @@ _SHOWN = 50
 _AT_ONCE_BYTES = 16 * MIB
 Digests = dict[bytes, dict[str, bytes]]
 """For each group of holders, the digest of each key."""
-_COMPARING = Meeting("comparing replicas", Wire(Digests), Wire(str))
+Versions = dict[bytes, dict[str, tuple[bytes, bool]]]
+"""The same, and whether this rank alone writes the key."""
+_COMPARING = Meeting("comparing replicas", Wire(Versions), Wire(str))
 
 
 class ReplicaCheck:
     """One rank's part in the comparison. One digest for each group of holders travels, more only if they differ."""
 
-    def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], enabled: bool) -> None:
-        self._plan, self._rank, self._local, self._enabled = plan, rank, local, enabled
+    def __init__(self, plan: GroupPlan | None, rank: int, local: dict[str, LocalTensor], memory_bytes: int) -> None:
+        """`memory_bytes`: the most that hashing may copy at once; 0 leaves the comparison out."""
+        self._plan, self._rank, self._local = plan, rank, local
+        self._at_once_bytes = min(memory_bytes, _AT_ONCE_BYTES)
         self._keys: Digests = {}
 
     def digests(self) -> dict[bytes, bytes]:
         """For each group of ranks that hold the same as this one: a digest over all of it, in one order."""
-        if not self._enabled or self._plan is None:
+        if not self._at_once_bytes or self._plan is None:
             return {}
         for tensor in self._plan.tensors:
             self._hash(tensor)
@@ -45,16 +51,34 @@ class ReplicaCheck:
             if len(held.holders) < 2 or held.box not in parts:
                 continue
             hasher = xxhash.xxh3_64()
-            for view in bytes_of(ready(parts[held.box]), _AT_ONCE_BYTES):
+            for view in bytes_of(ready(parts[held.box]), self._at_once_bytes):
                 hasher.update(view)
-            group = _group_id(held.holders)
-            name = tensor.key if held.box.shape == tensor.shape else f"{tensor.key}{held.box.text}"
-            self._keys.setdefault(group, {})[name] = hasher.digest()
+            self._keys.setdefault(_group_id(held.holders), {})[_name(tensor.key, held.box, tensor.shape)] = (
+                hasher.digest()
+            )
 
-    def explain(self, comm: Comm, call: Call, differing: set[bytes]) -> str:
-        """Which replicas differ, by key and ranks, as text on every rank."""
-        mine = {group: keys for group, keys in self._keys.items() if group in differing}
+    def explain(self, comm: Comm, call: Call, differing: set[bytes], *, kept: bool) -> str:
+        """Which replicas differ, by key and ranks, as text on every rank. `kept`: also whose are saved."""
+        written = self._written() if kept else frozenset()
+        mine = {
+            group: {name: (digest, name in written) for name, digest in keys.items()}
+            for group, keys in self._keys.items()
+            if group in differing
+        }
         return meet(comm, call, _COMPARING, lambda: mine, _name_differences)
+
+    def _written(self) -> frozenset[str]:
+        """The names of what this rank writes."""
+        if self._plan is None:
+            return frozenset()
+        plan = self._plan
+        items = (item for t in plan.tensors for item in written_by(t, plan.layouts[t.layout], self._rank))
+        shapes = {tensor.key: tensor.shape for tensor in plan.tensors}
+        return frozenset(_name(item.key, item.box, shapes[item.key]) for item in items)
+
+
+def _name(key: str, box: Box, shape: Shape) -> str:
+    return key if box.shape == shape else f"{key}{box.text}"
 
 
 def _group_id(holders: tuple[int, ...]) -> bytes:
@@ -70,16 +94,24 @@ def compare(digests: list[dict[bytes, bytes]]) -> list[bytes]:
     return [group for group, seen in versions.items() if len(seen) > 1]
 
 
-def _name_differences(details: list[Digests]) -> str:
+def _name_differences(details: list[Versions]) -> str:
     seen: dict[tuple[bytes, str], dict[bytes, list[int]]] = {}
+    writers: dict[tuple[bytes, str], int] = {}
     for rank, groups in enumerate(details):
         for group, keys in groups.items():
-            for key, digest in keys.items():
+            for key, (digest, writes) in keys.items():
                 seen.setdefault((group, key), {}).setdefault(digest, []).append(rank)
+                if writes:
+                    writers[group, key] = rank
     lines = [
-        f"{key!r}: " + " differ from ".join(show_ranks(ranks) for ranks in list(versions.values())[:4])
-        for (_, key), versions in seen.items()
+        _name_difference(which[1], list(versions.values()), writers.get(which))
+        for which, versions in seen.items()
         if len(versions) > 1
     ]
     more = [f"and {len(lines) - _SHOWN} more"] if len(lines) > _SHOWN else []
     return "tensors that should be equal on their ranks are not:\n  " + "\n  ".join([*lines[:_SHOWN], *more])
+
+
+def _name_difference(key: str, versions: list[list[int]], writer: int | None) -> str:
+    kept = "" if writer is None else f"; that of {show_ranks([writer])} was saved"
+    return f"{key!r}: " + " differ from ".join(map(show_ranks, versions[:4])) + kept

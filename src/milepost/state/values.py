@@ -21,6 +21,7 @@ import numpy as np
 from milepost.core.dtypes import DTYPES
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
+from milepost.core.option_values import check_values, items_of
 from milepost.core.tree import is_namedtuple, make_namedtuple
 from milepost.errors import InvalidRequest, InvalidState, UnsupportedFormat
 
@@ -39,9 +40,10 @@ class Codec:
 
     def __init__(self, types: Iterable[type] = (), allow_pickle: bool = False) -> None:
         self._types: dict[str, type] = {}
+        check_values({"allow_pickle": allow_pickle})
         self.allow_pickle = allow_pickle
-        for kind in types:
-            if not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind)):
+        for kind in items_of("types", types):
+            if not isinstance(kind, type) or not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind)):
                 raise InvalidRequest(f"`types` takes enum and dataclass types, not {kind!r}")
             if self._types.setdefault(kind.__qualname__, kind) is not kind:
                 raise InvalidRequest(f"`types` holds two classes called {kind.__qualname__!r}")

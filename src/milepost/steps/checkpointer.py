@@ -13,22 +13,22 @@ import msgspec
 
 from milepost.api import load, save
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background, WhenBusy
+from milepost.background.saver import AsyncSaver, Background, WhenBusy, check_saver
 from milepost.background.staging import Way
-from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, mark_told, meet, together
-from milepost.commit.find import find, parse
 from milepost.core.agreement import Plans
+from milepost.core.option_values import check_values, items_of
 from milepost.core.wire import Wire
-from milepost.data.read import Files
-from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer
+from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
-from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
+from milepost.loading.options import LOAD_OPTIONS, LoadKeywords, make_load_options
 from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
-from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
+from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings, make_options
 from milepost.saving.pipeline import Receipt, refuse
-from milepost.steps.options import RunKeywords, check_options, only, unknown_options
+from milepost.steps.names import OWN_NAMES, StepNames
+from milepost.steps.options import RunKeywords, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
 from milepost.steps.storage_checkpointer import ranks_by
@@ -45,12 +45,14 @@ _DAMAGES_SHOWN = 20
 
 
 class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The step that all ranks restore (None: there is none), and whether they read all of it first."""
+    """The step that all ranks restore (None: there is none), its folder, and whether they read all of it first."""
 
     step: int | None
+    folder: str
     verify_first: bool
 
 
+_NOTHING = _RestoreChoice(None, "", verify_first=False)
 _CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 
@@ -62,6 +64,11 @@ class Checkpointer:
     also keep this many of the best steps by the metric named `best`: the smallest values, or with `mode="max"` the
     largest. A step without the metric, or with NaN, is never among the best. The newest step is always kept. Without
     any rule, all steps are kept. "Newest" means the highest number.
+
+    `names`: how the folders are named. `{step}` stands for the step, `{step:06}` for the step with zeros in front.
+    `also_read`: patterns of further names, for steps that other programs saved. They are listed and restored, in every
+    format that `load` reads, and never removed by a rule. There a `*` stands for any text, and a step may be a file:
+    `also_read=["checkpoint-{step}", "epoch=*-step={step}.ckpt"]`.
 
     `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`. `coordinator_rank`:
     the rank that decides. `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
@@ -88,6 +95,8 @@ class Checkpointer:
         keep_best: int | None = None,
         best: str | None = None,
         mode: Literal["min", "max"] = "min",
+        names: str = OWN_NAMES,
+        also_read: Sequence[str] = (),
         process_group: "dist.ProcessGroup | Comm | None" = None,
         coordinator_rank: int = 0,
         no_dist: bool = False,
@@ -102,9 +111,16 @@ class Checkpointer:
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
         check_options(options.keys())
+        check_values({"timeout_s": timeout_s, "coordinator_rank": coordinator_rank, "no_dist": no_dist})
+        check_values({"save_planner": save_planner, "load_planner": load_planner})
+        check_saver(background, stage, staging_bytes, when_busy)
+        if "types" in options:
+            options["types"] = items_of("types", options["types"])  # for every call, also if it can be read only once
         self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
-        self._shelf = Shelf(store_at(path))
+        make_options(**self._for_saves)
+        make_load_options(**self._for_loads)
+        self._shelf = Shelf(store_at(path), StepNames(names, also_read))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
             background=background,
@@ -151,7 +167,7 @@ class Checkpointer:
         with calling(comm, Call("saving to", self.url)):
             place = self._shelf.place(step)
             earlier = self._saver.take_error() if self._saver is not None else None
-            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
+            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
             if wrong is not None:
                 refuse(place, comm, wrong)
             metadata = dict(metadata or {})
@@ -189,10 +205,11 @@ class Checkpointer:
             place = self._shelf.place(step)
         except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
             self._background().refuse(self.url, error)
-        metadata, comm = dict(metadata or {}), self._ranks()
-        wrong = unknown_options(options, SAVE_SETTINGS, "a save")
+        comm = self._ranks()
+        wrong = unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
         if wrong is not None:
             self._background().refuse(place, wrong)
+        metadata = dict(metadata or {})
         if comm.rank == comm.coordinator:
             try:
                 metadata = _with_metrics(metadata, metrics)
@@ -266,8 +283,9 @@ class Checkpointer:
             given: LoadKeywords = {**self._for_loads, **options}
             step = None if step is None else checked_step(step)
             wrong = unknown_options(options, LOAD_OPTIONS, "a restore")
+            wrong = wrong or wrong_values({"verify_first": verify_first})
             planner = planner if planner is not None else self._load_planner
-            wish = bool(given.get("allow_missing")) if verify_first is None else verify_first
+            wish = bool(given.get("allow_missing") if verify_first is None else verify_first)
             skipped: dict[int, str] = {}
             while True:
                 chosen = self._choose(comm, step, skipped, wish)
@@ -278,7 +296,7 @@ class Checkpointer:
                     together(comm, Call("restoring from", self.url), "finding nothing", lambda: None)
                     return self._nothing(skipped, default)
                 try:
-                    place = self._shelf.place(chosen.step)
+                    place = self._shelf.within(chosen.folder)
                     if chosen.verify_first:
                         call = Call("restoring from", place.url)
                         together(comm, call, "verifying", partial(_verify, comm, place, given))
@@ -301,7 +319,7 @@ class Checkpointer:
                 shown = ", ".join(map(str, there[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
             left = [s for s in there if s not in skipped] if step is None else [step]
-            return _RestoreChoice(left[-1] if left else None, verify_first)
+            return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
@@ -344,13 +362,15 @@ class Checkpointer:
         if chosen is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
         types, allow_pickle = self._for_loads.get("types", ()), self._for_loads.get("allow_pickle", False)
-        return open_checkpoint(self._shelf.place(chosen), types=types, allow_pickle=allow_pickle)
+        place = self._shelf.within(self._shelf.folder_of(checked_step(chosen)))
+        return open_checkpoint(place, types=types, allow_pickle=allow_pickle)
 
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
 
         Use it when a run goes back to an older step: the later steps would stay the newest. Raises CheckpointNotFound,
-        or CheckpointDamaged if the manifest of the step cannot be read; delete such a folder by hand.
+        or CheckpointDamaged if the manifest of the step cannot be read; delete such a folder by hand. Raises
+        InvalidRequest for a step in another format than Milepost's.
         """
         self._check_open()
         self._finish()
@@ -406,7 +426,7 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: Inv
     """Join the restore that the other ranks make in order to fail it."""
     if chosen.step is None:
         raise wrong
-    place = shelf.place(chosen.step)
+    place = shelf.within(chosen.folder)
     if chosen.verify_first:
         together(comm, Call("restoring from", place.url), "verifying", lambda: _raise(wrong))
     refuse_load(place, comm, wrong)
@@ -420,6 +440,7 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
     """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
     if METRICS in metadata:
         raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+    check_values({"metrics": metrics})
     if metrics is None:
         return metadata
     plain: dict[str, float] = {}
@@ -427,9 +448,9 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
         try:
             plain[name] = float(value)
         except Exception as error:
-            raise InvalidRequest(f"the metric {name!r} is a number, not {value!r}") from error
+            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
         if not isinstance(name, str):
-            raise InvalidRequest(f"the name of a metric is a string, not {name!r}")
+            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
     return {**metadata, METRICS: plain}
 
 
@@ -441,11 +462,10 @@ def _allows_another(error: CheckpointError) -> bool:
 
 def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:
     """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
-    manifest = parse(place.url, *find(place))
-    transfer = (options.get("transfer") or Transfer()).within(options.get("host_memory_bytes", HOST_MEMORY_BYTES))
-    files = Files(place, manifest)
+    files = files_at(place)
+    transfer = make_load_options(**options).transfer
     reasons: list[str] = []
-    mine = manifest.files[comm.rank :: comm.size]
+    mine = files.manifest.files[comm.rank :: comm.size]
     meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
     meter.expect(sum(file.size_bytes for file in mine))
     try:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
 from milepost.saving.options import SAVE_SETTINGS, SaveSettings
@@ -31,6 +32,15 @@ def unknown_options(options: Mapping[str, Any], known: frozenset[str], call: str
     return InvalidRequest(
         f"{', '.join(unknown)}: {call} has no such option. Its options are {', '.join(sorted(known))}"
     )
+
+
+def wrong_values(given: Mapping[str, Any]) -> InvalidRequest | None:
+    """What is wrong with the values of options, for all ranks to hear."""
+    try:
+        check_values(given)
+    except InvalidRequest as error:
+        return error
+    return None
 
 
 def only(names: frozenset[str], options: Mapping[str, Any]) -> Any:

@@ -27,6 +27,7 @@ import msgspec
 
 from milepost.comm import TIMEOUT_S, Call, Comm, together
 from milepost.comm.distributed import ranks_of
+from milepost.core.option_values import check_values, items_of
 from milepost.core.ranks import show_ranks
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, InvalidRequest, RanksMissing
@@ -87,7 +88,7 @@ class PreemptionGuard:
         process_group: "dist.ProcessGroup | Comm | None" = None,
         timeout_s: float = 30.0,
     ) -> None:
-        signals = tuple(signals)
+        signals = items_of("signals", signals)
         _check(grace_s, timeout_s, signals)
         comm = ranks_of(process_group, TIMEOUT_S)
         self._grace_s = grace_s
@@ -196,9 +197,10 @@ class PreemptionGuard:
 
 
 def _check(grace_s: float, timeout_s: float, signals: tuple[int, ...]) -> None:
-    for name, value in (("grace_s", grace_s), ("timeout_s", timeout_s)):
-        if not 0 < value < math.inf:
-            raise InvalidRequest(f"{name} is a number of seconds above 0, not {value!r}")
+    check_values({"grace_s": grace_s, "timeout_s": timeout_s})
+    known = signal.valid_signals()
+    if any(isinstance(number, bool) or number not in known for number in signals):
+        raise InvalidRequest(f"signals are numbers of signals, such as signal.SIGTERM, not {signals!r}")
     if signals and threading.current_thread() is not threading.main_thread():
         raise InvalidRequest("signals can be taken over in the main thread only; make the PreemptionGuard there")
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest
 
 
@@ -19,10 +20,7 @@ class Rule:
     mode: Literal["min", "max"] = "min"
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "keep_best"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise InvalidRequest(f"{name} is a whole number from 1 on, or None; not {value!r}")
+        check_values({name: getattr(self, name) for name in ("keep_last", "keep_every", "keep_best", "best")})
         if self.mode not in ("min", "max"):
             raise InvalidRequest(f'mode is "min" or "max", not {self.mode!r}')
         if self.keep_best is not None and not self.best:

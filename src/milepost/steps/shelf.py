@@ -1,20 +1,26 @@
-"""The steps under one root, each a folder `step-0000000100` with a checkpoint in it. Knows no ranks and no torch."""
+"""The steps under one root, each a folder such as `step-0000000100` with a checkpoint in it. Knows no ranks.
+
+Steps that other programs saved, under other names or in other formats, are found and read. They do not count when
+old steps are removed, and are never removed by a rule.
+"""
 
 import logging
 import operator
-import os
-import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeGuard
 
 from milepost.commit.find import REMOVED, find, look_whole, parse
 from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import Manifest, generation_of
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
+from milepost.formats.read.recognise import looks_foreign
 from milepost.state.values import Codec
+from milepost.steps.names import StepNames, names_in
 from milepost.steps.retention import Rule
 from milepost.store import LocalStore, Store, Within
 
 _log = logging.getLogger("milepost")
-_STEP = re.compile(r"step-([0-9]{10})")
 MAX_STEP = 9_999_999_999
 """The last step whose name sorts behind all others."""
 METRICS = "metrics"
@@ -22,21 +28,64 @@ METRICS = "metrics"
 _TRIES = 20
 
 
+@dataclass(frozen=True, slots=True)
+class ForeignStep:
+    """A step that was saved under another name, or in another format. `ours`: it is in Milepost's format."""
+
+    name: str
+    ours: bool
+
+
 class Shelf:
     """The steps under one root. Everything else there is ignored and never touched."""
 
-    def __init__(self, root: Store) -> None:
+    def __init__(self, root: Store, names: StepNames | None = None) -> None:
         self.root = root
+        self._patterns = names or StepNames()
         self._scores: dict[tuple[int, int], dict[str, float]] = {}
         self._left_alone: set[str] = set()
 
     def place(self, step: int) -> Store:
-        """The store of one step."""
-        return Within(self.root, step_name(step))
+        """The store into which a step is saved."""
+        return Within(self.root, self._patterns.own.name(checked_step(step)))
 
     def steps(self) -> list[int]:
-        """The steps that are committed, oldest first. Looks at names only."""
-        return sorted(self._committed())
+        """The steps that are committed, and those of other programs, oldest first. Looks at names only."""
+        committed = self._committed()
+        return sorted(committed.keys() | self._foreign(committed).keys())
+
+    def folder_of(self, step: int) -> str:
+        """The name under the root where a step is read from. Where both exist, ours counts, not another program's.
+
+        Raises InvalidRequest if several of others are the same step.
+        """
+        committed = self._committed()
+        found = [] if step in committed else self._foreign(committed).get(step, [])
+        if len(found) > 1:
+            names = ", ".join(repr(foreign.name) for foreign in found[:4])
+            raise InvalidRequest(f"step {step} at {self.root.url} has several names: {names}. Move all but one away")
+        return found[0].name if found else self._patterns.own.name(checked_step(step))
+
+    def within(self, name: str) -> Store:
+        """The store of a step that `folder_of` found."""
+        if isinstance(self.root, LocalStore) and self._patterns.own.step(name) is None:
+            return LocalStore(self.root.root / name)  # it may be a file
+        return Within(self.root, name)
+
+    def _foreign(self, committed: Mapping[int, int]) -> dict[int, list[ForeignStep]]:
+        """The steps of other programs: by another name, or by our names in another format."""
+        patterns = (self._patterns.own, *self._patterns.others)
+        found: dict[int, list[ForeignStep]] = {}
+        for name, is_file in sorted(names_in(self.root, [pattern.prefix for pattern in patterns])):
+            own = self._patterns.own.step(name)
+            step = self._patterns.step_of(name, file=is_file)
+            if not _is_step(step) or (own is not None and own in committed):
+                continue
+            place = self.within(name)
+            ours = not is_file and any(generation_of(known) is not None for known in place.list("manifest-"))
+            if (ours and own is None) or is_file or (not ours and looks_foreign(place)):
+                found.setdefault(step, []).append(ForeignStep(name, ours))
+        return found
 
     def scores(self, metric: str | None) -> dict[int, float | None]:
         """The committed steps with the value of a metric; None where there is none or it cannot be read."""
@@ -77,15 +126,17 @@ class Shelf:
 
     def _names(self) -> dict[int, list[str]]:
         """For each folder of a step: the names in it that start with `manifest-`, if any."""
+        own = self._patterns.own
         if isinstance(self.root, LocalStore):
             # Folder by folder: a listing of everything would go through all data files.
-            return {step: list(self.place(step).list("manifest-")) for step in _folders(self.root)}
+            folders = (own.step(name) for name, is_file in names_in(self.root, ()) if not is_file)
+            return {step: list(self.place(step).list("manifest-")) for step in folders if _is_step(step)}
         grouped: dict[int, list[str]] = {}
-        for full in self.root.list("step-"):
+        for full in self.root.list(own.prefix):
             folder, _, name = full.partition("/")
-            match = _STEP.fullmatch(folder)
-            if match:
-                grouped.setdefault(int(match[1]), []).append(name)
+            step = own.step(folder)
+            if _is_step(step):
+                grouped.setdefault(step, []).append(name)
         return {step: [name for name in names if name.startswith("manifest-")] for step, names in grouped.items()}
 
     def _committed(self) -> dict[int, int]:
@@ -121,7 +172,7 @@ class Shelf:
 
     def _try_to_remove(self, step: int) -> bool:
         try:
-            self.remove(step)
+            self._remove_own(step)
         except CheckpointNotFound:
             return False  # another job removed it first
         except (CheckpointError, OSError) as error:
@@ -130,7 +181,21 @@ class Shelf:
         return True
 
     def remove(self, step: int) -> None:
-        """Remove one step. Raises CheckpointNotFound, or CheckpointDamaged if its manifest cannot be read."""
+        """Remove one step. Raises CheckpointNotFound, or CheckpointDamaged if its manifest cannot be read.
+
+        One of another program is removed only if it is in Milepost's format; else InvalidRequest is raised.
+        """
+        committed = self._committed()
+        others = [] if step in committed else self._foreign(committed).get(step, [])
+        if not others:
+            self._remove_own(step)
+            return
+        place = self.within(self.folder_of(step))
+        if not others[0].ours:
+            raise InvalidRequest(f"{place.url} was not saved by Milepost, so it is not removed; delete it by hand")
+        remove_checkpoint(place)
+
+    def _remove_own(self, step: int) -> None:
         remove_checkpoint(self.place(step))
         self._scores = {key: value for key, value in self._scores.items() if key[0] != step}
 
@@ -152,8 +217,8 @@ def metrics_of(manifest: Manifest) -> dict[str, float]:
 
 
 def step_name(step: int) -> str:
-    """The name of a step's folder; names sort as steps do. Raises InvalidRequest if it is not a step."""
-    return f"step-{checked_step(step):010d}"
+    """The name of a step's folder, by default; names sort as steps do. Raises InvalidRequest if it is not a step."""
+    return StepNames().own.name(checked_step(step))
 
 
 def checked_step(step: int) -> int:
@@ -167,13 +232,5 @@ def checked_step(step: int) -> int:
     return number
 
 
-def _folders(root: LocalStore) -> list[int]:
-    """The steps that have a folder; links are not followed."""
-    try:
-        with os.scandir(root.root) as entries:
-            matches = [_STEP.fullmatch(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise StorageError(f"cannot list {root.url}: {error.strerror or error}", errno=error.errno) from error
-    return [int(match[1]) for match in matches if match]
+def _is_step(step: int | None) -> TypeGuard[int]:
+    return step is not None and step <= MAX_STEP

@@ -17,6 +17,7 @@ from pathlib import Path
 from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheckpoint
 from milepost.store import linux
+from milepost.store.advice import explain
 from milepost.store.base import CLAIM, Buffer, check_name
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -136,7 +137,7 @@ class LocalStore:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             except OSError as error:
-                raise StorageError(f"cannot list {self.root / here}: {error}", errno=error.errno) from error
+                raise StorageError(f"cannot list {self.root / here}: {explain(error)}", errno=error.errno) from error
             for entry in entries:
                 name = f"{here}/{entry.name}" if here else entry.name
                 if entry.is_dir(follow_symlinks=False):
@@ -489,11 +490,10 @@ def _no_end(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into one that says what was tried and where."""
+    """Turn an OSError into one that says what was tried, where, and what to do."""
     try:
         yield
     except (StorageError, FileNotFoundError):
         raise
     except OSError as error:
-        hint = ". Free some space, or save elsewhere" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
-        raise StorageError(f"cannot {action} {path}: {error.strerror or error}{hint}", errno=error.errno) from error
+        raise StorageError(f"cannot {action} {path}: {explain(error)}", errno=error.errno) from error

@@ -11,6 +11,7 @@ import torch
 import milepost
 from milepost.formats.write import files
 from milepost.store import local
+from milepost.testing import CountingStore
 from tests import ranks
 from tests.formats.write.conversions import FORMATS, files_in, flat_state, read_back, read_folder, same
 
@@ -52,6 +53,30 @@ def test_a_failed_replacement_leaves_the_old_one(tmp_path, to):
     assert files_in(tmp_path / "to") == before
 
 
+class Unreadable(CountingStore):
+    """A store whose calls of one kind fail as the system fails them."""
+
+    def __init__(self, inner, word):
+        super().__init__(inner)
+        self.word = word
+
+    def before(self, number, call):
+        if self.word in call:
+            raise OSError(5, "Input/output error")
+
+
+@pytest.mark.parametrize("to", FORMATS)
+@pytest.mark.parametrize("word", ["list", "reader manifest", "reader data"])
+def test_a_source_that_cannot_be_read_is_named_and_not_the_target(tmp_path, to, word):
+    source = milepost.store.MemoryStore()
+    milepost.save(flat_state(), source)
+    with pytest.raises(milepost.StorageError, match=rf"cannot read {source.url}.*Input/output error") as caught:
+        milepost.convert(Unreadable(source, word), tmp_path / "out", to)
+    assert caught.value.errno == 5
+    assert "cannot write" not in str(caught.value)
+    milepost.convert(source, tmp_path / "out", to)
+
+
 def damaged_on_ranks(rank, source, target, to):
     try:
         milepost.convert(source, target, to)
@@ -88,7 +113,7 @@ def test_a_disk_that_is_full_is_told_and_nothing_is_made(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.split()[0] for line in lines] == ["dcp", "torch", "safetensors", "milepost"]
-    assert all("cannot make room for" in line for line in lines), lines
+    assert all("cannot make room for" in line and "ulimit -f" in line for line in lines), lines
     assert not [p for p in tmp_path.glob("out*/**/*") if p.is_file()]
     assert not (tmp_path / "out-torch").exists()
 

@@ -1,6 +1,5 @@
 """How every function of this package saves and loads."""
 
-import warnings
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -41,13 +40,12 @@ def _save_by_local_plans(state: MakeState, chosen: NoPlanner | LocalPlanner, com
     writer = chosen.writer
     try:
         receipt = save_by_local_plans(state, chosen, comm, make_options())
-    except RanksDisagree as error:
-        # DCP takes one rank's and is silent. So does the global plan, or it says what cannot be saved at all.
-        metadata = _save_of_the_lowest(state, chosen, comm)
-        if comm.rank == comm.coordinator:
-            found = str(error).partition("\nWrap ")[0]
-            warnings.warn(f"{found}\nThe lowest rank's was saved; milepost.save with PerRank keeps all.", stacklevel=4)
-        return metadata
+    except RanksDisagree:
+        # DCP takes one rank's and is silent. Written again: the ranks had shared out the writing of what is equal.
+        try:
+            receipt = save_by_local_plans(state, chosen, comm, make_options(on_difference="warn"))
+        except RanksDisagree:
+            return _save_of_the_lowest(state, chosen, comm)  # or it says what cannot be saved at all
     if receipt is None:
         return _save_by_global_plan(state, GlobalPlanner(writer, chosen.planner), comm)
     return SavedMetadata(partial(metadata_at, writer.store, receipt.generation))

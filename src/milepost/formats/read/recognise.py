@@ -46,6 +46,15 @@ def _read_folder(store: Store) -> ForeignState | None:
     return read_files(store, files) if files else None
 
 
+def looks_foreign(store: Store) -> bool:
+    """Whether this place looks like a whole checkpoint of another library, by its names. Nothing is opened."""
+    names = _names(store)
+    files = [name for name in names if name.endswith(".safetensors")]
+    indices = [name for name in names if name.endswith(".safetensors.index.json")]
+    alone = bool(files) and not any(map(NUMBERED.fullmatch, files))
+    return METADATA in names or INDEX in indices or len(indices) == 1 or SINGLE in files or alone
+
+
 def _names(store: Store) -> set[str]:
     """The names at the top of the store, without those in folders."""
     names = set()

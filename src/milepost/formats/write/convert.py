@@ -14,13 +14,16 @@ from milepost.checkpoint import open_checkpoint
 from milepost.comm import TIMEOUT_S, Call, Comm, calling, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.limits import BLOCK_BYTES, KIB
-from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
+from milepost.core.option_values import check_values, items_of
+from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.formats.write.chosen import Chosen, Rename
 from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together
 from milepost.formats.write.milepost import SourceContents, write_milepost
+from milepost.formats.write.source import reading
 from milepost.formats.write.torchfile import torch_plan
+from milepost.saving.options import one_of
 from milepost.state.values import Codec
 from milepost.store import LocalStore, Location, Store, store_at
 
@@ -79,12 +82,14 @@ def convert(
     tensor([1., 1., 1.])
     """
     comm, store = ranks_of(process_group, timeout_s), store_at(target)
+    kinds: list[type] = []
 
     def check() -> Transfer:
-        if to not in get_args(Format):
-            raise InvalidRequest(f"`to` is one of {', '.join(get_args(Format))}, not {to!r}")
-        if max_shard_bytes < 1:
-            raise InvalidRequest(f"max_shard_bytes is positive, not {max_shard_bytes}")
+        one_of("to", to, get_args(Format))
+        check_values({"max_shard_bytes": max_shard_bytes, "drop_values": drop_values, "overwrite": overwrite})
+        check_values({"rename": rename, "progress": progress})
+        kinds.extend(items_of("types", types))
+        Codec(kinds, allow_pickle)
         if to != "milepost":
             local_folder(store, to)
         return within(transfer, host_memory_bytes)
@@ -92,7 +97,7 @@ def convert(
     with calling(comm, Call("converting to", store.url)) as call:
         limited = together(comm, call, "checking the options", check)
         meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-        opened = _Origin(source, tuple(types), allow_pickle, rename, limited)
+        opened = _Origin(source, tuple(kinds), allow_pickle, rename, limited)
         try:
             if to == "milepost":
                 write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
@@ -107,12 +112,13 @@ def convert(
 
 def within(transfer: Transfer | None, host_memory_bytes: int) -> Transfer:
     """How bytes move: half of the memory is for reading, and half for writing."""
+    check_values({"host_memory_bytes": host_memory_bytes})
     if host_memory_bytes < 2 * BLOCK_BYTES:
         raise InvalidRequest(
             f"host_memory_bytes is {host_memory_bytes}, and nothing is converted with less than "
             f"{2 * BLOCK_BYTES // KIB} KiB"
         )
-    return (transfer or Transfer()).within(host_memory_bytes // 2)
+    return limited_transfer(transfer, host_memory_bytes // 2)
 
 
 def local_folder(store: Store, to: str) -> Path:
@@ -153,9 +159,10 @@ class _Origin:
     def chosen(self) -> "Chosen":
         """The part of the source that is converted."""
         if self._chosen is None:
-            checkpoint = open_checkpoint(self._where, types=self._types, allow_pickle=self._allow_pickle)
-            codec = Codec(self._types, self._allow_pickle)
-            self._chosen = Chosen(checkpoint, store_at(self._where), codec, self._rename, self._transfer)
+            store, codec = store_at(self._where), Codec(self._types, self._allow_pickle)
+            with reading(store.url):
+                checkpoint = open_checkpoint(store, types=self._types, allow_pickle=self._allow_pickle)
+                self._chosen = Chosen(checkpoint, store, codec, self._rename, self._transfer)
         return self._chosen
 
     def contents(self) -> SourceContents:

@@ -11,6 +11,7 @@ from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import written_by
+from milepost.core.option_values import check_values
 from milepost.core.shardfile import NewEntry
 from milepost.core.tree import Node
 from milepost.core.wire import Wire
@@ -80,6 +81,8 @@ def export_safetensors(
     comm, store = ranks_of(process_group, timeout_s), store_at(path)
 
     def check() -> FolderAttempt:
+        check_values({"max_shard_bytes": max_shard_bytes, "drop_values": drop_values, "overwrite": overwrite})
+        check_values({"rename": rename, "progress": progress})
         limited = within(transfer, host_memory_bytes)
         return FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
 

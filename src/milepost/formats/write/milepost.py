@@ -67,7 +67,8 @@ def write_milepost(
         return take_aim(store, overwrite=overwrite)
 
     aim = meet(comm, call, _PLANNING, lambda: found.get().digest(), start)
-    attempt, source = Attempt(store, aim, comm.rank, comm.size), found.get()
+    attempt = Attempt(store, aim, comm.rank, comm.size, decides=comm.rank == comm.coordinator)
+    source = found.get()
     everywhere = Whole(pack_ranks(range(comm.size)))
     tensors, layouts = share_out(source.rows, {row.key: everywhere for row in source.rows}, comm.size)
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+from collections.abc import Iterator
 
 import torch
 
@@ -14,7 +15,19 @@ from milepost.data.memory import as_bits
 from milepost.data.place import place_all, placement_of
 from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Transfer
+from milepost.errors import CheckpointError, StorageError
 from milepost.state.tensors import new_tensor
+
+
+@contextlib.contextmanager
+def reading(url: str) -> Iterator[None]:
+    """Turn a plain error of the system into one that names the source: whoever writes would take it for their own."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot read {url}: {error}", errno=error.errno) from error
 
 
 class _OneAtATime(Files):
@@ -56,12 +69,13 @@ class FilesReader:
         self._restored: tuple[str, torch.Tensor] | None = None
 
     def read(self, wanted: list[Wanted]) -> None:
-        """Fill all targets."""
+        """Fill all targets. Raises StorageError, naming the source, if it cannot be read."""
         packed = self._files.transforms
-        for want in wanted:
-            if want.key in packed:
-                self._copy_restored(want)
-        self._place([want for want in wanted if want.key not in packed])
+        with reading(self._files.url):
+            for want in wanted:
+                if want.key in packed:
+                    self._copy_restored(want)
+            self._place([want for want in wanted if want.key not in packed])
 
     def _place(self, wanted: list[Wanted]) -> None:
         placements = [
