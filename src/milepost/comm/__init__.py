@@ -10,6 +10,8 @@ from milepost.comm.together import (
     broadcast,
     defer,
     depart,
+    is_undecided,
+    leave_undecided,
     meet,
     together,
 )
@@ -30,6 +32,8 @@ __all__ = [
     "broadcast",
     "defer",
     "depart",
+    "is_undecided",
+    "leave_undecided",
     "meet",
     "together",
 ]

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
+from milepost.comm import is_undecided, leave_undecided
+from milepost.commit.beside import index_beside, retire
 from milepost.commit.find import REMOVED, generations, newest_generation, parse, read_manifest
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
@@ -62,7 +64,7 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
 
     Numbers that were only claimed, and those that are being removed, are passed over.
     """
-    if not overwrite and generations(store):
+    if not overwrite and (generations(store) or index_beside(store) is not None):
         raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
     newest = max((number for number in found if number is not None), default=0)
@@ -104,7 +106,11 @@ class Attempt:
         return StorageError(f"cannot write to {self.store.url}: {error}{hint}", errno=error.errno)
 
     def commit(self, contents: Contents) -> None:
-        """On the coordinator, when all ranks have written: make the checkpoint exist, and sweep what it replaces."""
+        """On the coordinator, when all ranks have written: make the checkpoint exist, and sweep what it replaces.
+
+        An error after which the checkpoint may exist all the same is marked, so that no rank removes its data.
+        """
+        index = index_beside(self.store)
         manifest = new_manifest(
             *self.aim,
             datetime.now(UTC).isoformat(timespec="seconds"),
@@ -117,9 +123,17 @@ class Attempt:
             values=contents.values,
             per_rank=contents.per_rank,
             files=contents.files,
+            replaced=(index,) if index is not None else (),
         )
-        publish(self.store, manifest)
-        sweep(self.store, manifest)
+        try:
+            publish(self.store, manifest)
+            retire(self.store, manifest)
+            sweep(self.store, manifest)
+        except BaseException as error:
+            # After NotDurable, a power cut may bring the manifest back.
+            if isinstance(error, NotDurable) or self._may_be_committed():
+                leave_undecided(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """After an error: remove what this rank wrote, unless a manifest may name it. Never raises."""
@@ -127,20 +141,24 @@ class Attempt:
             self.discard()
 
     def _is_dead(self, error: BaseException) -> bool:
-        """Whether the commit did not happen, and can no longer happen after this error."""
-        failures = getattr(error, "failures", {})
-        decided = bool(failures) or isinstance(error, (SaveConflict, RanksDisagree))
+        """Whether the commit did not happen, and can no longer happen after this error.
+
+        The coordinator's verdict says it: what this rank sees may be old. It only looks in order to keep more.
+        """
+        decided = bool(getattr(error, "failures", {})) or isinstance(error, (SaveConflict, RanksDisagree))
         if self.world > 1 and not decided:
             return False  # the coordinator did not answer; it may still commit
-        if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
-            return False  # a power cut may bring the manifest back
+        return not is_undecided(error) and not self._may_be_committed()
+
+    def _may_be_committed(self) -> bool:
+        """Whether the manifest of this attempt is there, or one that cannot be read."""
         try:
             data = read_manifest(self.store, self.aim.generation)
             if data is None:
-                return self.aim.generation not in generations(self.store)
-            return parse(self.store.url, self.aim.generation, data).save_id != self.aim.save_id
+                return self.aim.generation in generations(self.store)
+            return parse(self.store.url, self.aim.generation, data).save_id == self.aim.save_id
         except (OSError, CheckpointError):
-            return False
+            return True
 
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""

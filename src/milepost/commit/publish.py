@@ -11,7 +11,7 @@ from milepost.commit.find import newest_generation, read_manifest
 from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
-from milepost.errors import AlreadyExists, CheckpointError, SaveConflict, StorageError
+from milepost.errors import AlreadyExists, CheckpointError, NotDurable, SaveConflict, StorageError
 from milepost.store import Store
 
 _log = logging.getLogger("milepost")
@@ -27,19 +27,37 @@ def publish(store: Store, manifest: Manifest) -> None:
     sealed = seal(manifest)
     try:
         store.create(manifest_name(manifest.generation), sealed)
-    except (AlreadyExists, FileNotFoundError) as error:
-        # Is it ours? The reply to a create can be lost, and its repetition then finds the name taken.
+    except NotDurable:
+        raise
+    except (CheckpointError, OSError) as error:
+        # An error does not prove that nothing happened: the reply may have been lost. Is the manifest there ours?
         if read_manifest(store, manifest.generation) != sealed:
-            # Not found: another save committed meanwhile, and swept what this manifest was about to be made from.
-            if isinstance(error, AlreadyExists) or newest_generation(store) >= manifest.generation:
-                raise conflict(store, manifest.generation) from None
-            raise
+            reason = _not_published(store, manifest.generation, error)
+            if reason is error:
+                raise
+            raise reason from error
     if newest_generation(store) > manifest.generation:
         # The name was free because the save that had it was replaced and swept, and this save's data with it.
         # The newest generation is never swept.
         with contextlib.suppress(OSError, CheckpointError):
             store.delete(manifest_name(manifest.generation))
         raise conflict(store, manifest.generation)
+
+
+def _not_published(store: Store, generation: int, error: Exception) -> Exception:
+    """Why a manifest could not be created: another save was first, or the store refused."""
+    if newest_generation(store) >= generation:
+        # Where the name was not taken: another save committed, and swept what this manifest was about to be made from.
+        return conflict(store, generation)
+    if isinstance(error, AlreadyExists):
+        return SaveConflict(
+            f"another job has claimed generation {generation} of {store.url}, and is about to commit it or died. "
+            "Nothing was committed here. Save again; do two jobs write to one place?"
+        )
+    if isinstance(error, CheckpointError):
+        return error
+    number = error.errno if isinstance(error, OSError) else None
+    return StorageError(f"cannot commit to {store.url}: {error}. Was it removed or renamed meanwhile?", errno=number)
 
 
 def conflict(store: Store, generation: int) -> SaveConflict:

@@ -4,6 +4,7 @@ import logging
 import operator
 import os
 import re
+import time
 
 from milepost.commit.find import REMOVED, find, look_whole, parse
 from milepost.commit.removal import finish_removal, remove_checkpoint
@@ -12,6 +13,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from milepost.state.values import Codec
 from milepost.steps.retention import Rule
 from milepost.store import LocalStore, Store, Within
+from milepost.store.folders import again
 
 _log = logging.getLogger("milepost")
 _STEP = re.compile(r"step-([0-9]{10})")
@@ -19,7 +21,7 @@ MAX_STEP = 9_999_999_999
 """The last step whose name sorts behind all others."""
 METRICS = "metrics"
 """The key in a checkpoint's metadata under which its metrics stand."""
-_TRIES = 20
+_PAUSES_S = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064)
 
 
 class Shelf:
@@ -90,13 +92,14 @@ class Shelf:
 
     def _committed(self) -> dict[int, int]:
         """The newest generation of each step that has one."""
-        for _ in range(_TRIES):
+        for pause_s in _PAUSES_S:
             names = self._names()
             numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
             committed = {step: max(found) for step, found in numbers.items() if found}
             if committed or not names:
                 return committed
             # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
+            time.sleep(pause_s)
         return {}
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
@@ -169,9 +172,13 @@ def checked_step(step: int) -> int:
 
 def _folders(root: LocalStore) -> list[int]:
     """The steps that have a folder; links are not followed."""
-    try:
+
+    def look() -> list[re.Match[str] | None]:
         with os.scandir(root.root) as entries:
-            matches = [_STEP.fullmatch(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
+            return [_STEP.fullmatch(e.name) for e in entries if e.is_dir(follow_symlinks=False)]
+
+    try:
+        matches = again(look)
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -422,7 +422,10 @@ def _holds(path: Path, data: bytes) -> bool:
 
 def _open_to_read(root: Path, parts: tuple[str, ...]) -> tuple[int, int]:
     """A handle on a regular file, and its size."""
-    handle = open_inside(root, parts, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        handle = open_inside(root, parts, os.O_RDONLY | os.O_NONBLOCK)
+    except NotADirectoryError:  # the store's folder is a file: there is nothing in it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.joinpath(*parts))) from None
     try:
         status = os.fstat(handle)
         if not stat.S_ISREG(status.st_mode):
