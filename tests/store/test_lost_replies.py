@@ -207,7 +207,7 @@ def test_a_lost_reply_to_a_claim_fails_and_the_next_save_works(tmp_path, monkeyp
     losing = LostOnce(os.open, errno.EEXIST)
     losing.applies = lambda args: str(args[0]).endswith(CLAIM) and not losing.lost
     monkeypatch.setattr(os, "open", losing)
-    with pytest.raises(milepost.SaveConflict, match="has claimed generation 2.*Save again"):
+    with pytest.raises(milepost.SaveConflict, match=r"has claimed generation 2.*Save again"):
         milepost.save(state(2), tmp_path)
     assert losing.lost == 1
     assert read(tmp_path) == 1

@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from milepost.comm import is_undecided, leave_undecided
-from milepost.commit.beside import index_beside, retire
+from milepost.commit.beside import indices_beside, retire
 from milepost.commit.find import REMOVED, generations, newest_generation, parse, read_manifest
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
@@ -64,7 +64,7 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
 
     Numbers that were only claimed, and those that are being removed, are passed over.
     """
-    if not overwrite and (generations(store) or index_beside(store) is not None):
+    if not overwrite and (generations(store) or indices_beside(store)):
         raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
     newest = max((number for number in found if number is not None), default=0)
@@ -110,7 +110,7 @@ class Attempt:
 
         An error after which the checkpoint may exist all the same is marked, so that no rank removes its data.
         """
-        index = index_beside(self.store)
+        replaced = indices_beside(self.store)
         manifest = new_manifest(
             *self.aim,
             datetime.now(UTC).isoformat(timespec="seconds"),
@@ -123,7 +123,7 @@ class Attempt:
             values=contents.values,
             per_rank=contents.per_rank,
             files=contents.files,
-            replaced=(index,) if index is not None else (),
+            replaced=replaced,
         )
         try:
             publish(self.store, manifest)

@@ -1,10 +1,12 @@
-"""What `torch.distributed.checkpoint` (DCP) would still read at a place where Milepost saves: its index, `.metadata`.
+"""What `torch.distributed.checkpoint` (DCP) would still read at a place where Milepost saves: its index.
+
+That is `.metadata`. Without it, DCP takes `__0.metadata`, the index of a rank that saved without the others.
 
 Programs reuse names of folders. If both libraries save to one folder, each would go on reading its own checkpoint,
 which may be the older one. So there is one rule:
 
-* A commit records in its manifest the index that it found (name, size, checksum).
-* Once the manifest is durable, that index is *retired*: it gets another name, under which DCP finds nothing. What it
+* A commit records in its manifest each index that it found (name, size, checksum).
+* Once the manifest is durable, that index is *retired*: it gets another name, under which DCP does not look. What it
   leads to stays, and so does its content: whoever wants it back renames it.
 * A reader that finds an index which the manifest does not record knows that somebody saved with DCP after the commit.
   It refuses, and names both.
@@ -19,6 +21,7 @@ checkpoint to resume from.
 
 import contextlib
 import logging
+import re
 from collections.abc import Callable, Iterator
 
 import xxhash
@@ -32,36 +35,45 @@ from milepost.store import Reader, Store
 _log = logging.getLogger("milepost")
 METADATA = ".metadata"
 """The name of DCP's index."""
+_OF_RANK = re.compile(r"__[0-9]+\.metadata")
 _PICKLE = 0x80
 _PIECE_BYTES = 4 * MIB
 
 
-def index_beside(store: Store) -> ReplacedIndex | None:
-    """The index of a DCP checkpoint at this place, if there is one. Another file of this name is none."""
+def indices_beside(store: Store) -> tuple[ReplacedIndex, ...]:
+    """The indices of DCP checkpoints at this place; usually none."""
+    of_ranks = sorted(name for name in store.list("__") if _OF_RANK.fullmatch(name))
+    found = (_index(store, name) for name in (METADATA, *of_ranks))
+    return tuple(index for index in found if index is not None)
+
+
+def _index(store: Store, name: str) -> ReplacedIndex | None:
+    """The index of this name, if there is one. Another file of this name is none."""
     try:
-        with contextlib.closing(store.reader(METADATA)) as reader:
+        with contextlib.closing(store.reader(name)) as reader:
             hasher, first = xxhash.xxh3_128(), b""
             for _, piece in _pieces(reader):
                 first = first or piece[:1]
                 hasher.update(piece)
             if first != bytes([_PICKLE]):
                 return None
-            return ReplacedIndex(METADATA, reader.size_bytes, hasher.hexdigest())
+            return ReplacedIndex(name, reader.size_bytes, hasher.hexdigest())
     except (FileNotFoundError, UnsafeCheckpoint):  # a folder, or a link
         return None
 
 
 def refuse_newer_index(store: Store, manifest: Callable[[], Manifest]) -> None:
     """Raise AmbiguousCheckpoint if DCP saved here after this manifest was committed."""
-    index = index_beside(store)
-    if index is None:
+    there = indices_beside(store)
+    if not there:
         return
     ours = manifest()
-    if index not in ours.replaced:
+    newer = ", ".join(index.name for index in there if index not in ours.replaced)
+    if newer:
         raise AmbiguousCheckpoint(
             f"{store.url} holds two checkpoints: generation {ours.generation} of Milepost ({ours.created}), and one of "
-            f"torch.distributed.checkpoint ({METADATA}) that was saved or copied there later. Milepost does not guess "
-            f"which is meant. For the first, remove {METADATA} and the *.distcp files, or pass "
+            f"torch.distributed.checkpoint ({newer}) that was saved or copied there later. Milepost does not guess "
+            f"which is meant. For the first, remove {newer} and the *.distcp files, or pass "
             f"milepost.store.AtGeneration({store.url!r}, {ours.generation}) as the path. For the second, remove the "
             "manifest-*.json files. A new save with Milepost replaces both."
         )
@@ -72,7 +84,7 @@ def retire(store: Store, manifest: Manifest) -> None:
     for index in manifest.replaced:
         retired = f"{index.name}.replaced-by-{manifest.generation:08d}"
         try:
-            if index_beside(store) != index:
+            if _index(store, index.name) != index:
                 continue  # somebody has saved there since: readers will see it
             _copy(store, index.name, retired)
             store.delete(index.name, durable=True)
