@@ -188,6 +188,25 @@ def test_no_call_of_a_folder_is_misled_by_its_own_effect(tmp_path, monkeypatch, 
     assert losing.lost > 0
 
 
+@pytest.mark.parametrize("links", [True, False])
+@pytest.mark.parametrize("call", ["link", "rename", "unlink"])
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST, errno.EIO])
+def test_a_folder_knows_the_file_that_it_has_created(tmp_path, monkeypatch, call, number, links):
+    where = linux if call == "rename" else os
+    losing = LostOnce(getattr(where, "rename_to_free_name" if call == "rename" else call), number)
+    if not links:
+        monkeypatch.setattr(os, "link", no_links)
+    if links or call != "link":
+        monkeypatch.setattr(where, losing.inner.__name__, losing)
+    store = LocalStore(tmp_path)
+    store.create("name", b"content")
+    assert losing.lost == ((call != "link") if not links else (call != "rename"))
+    assert store.reader("name").size_bytes == 7
+    assert list(store.list("")) == ["name"]
+    with pytest.raises(AlreadyExists):
+        store.create("name", b"other")
+
+
 @pytest.mark.parametrize("number", [errno.ENOENT, errno.EEXIST, errno.EIO])
 def test_a_rename_that_took_effect_is_a_commit(tmp_path, monkeypatch, number):
     losing = LostOnce(linux.rename_to_free_name, number)
