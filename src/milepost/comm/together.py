@@ -206,7 +206,7 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
             return _VERDICTS.pack(_Verdict(decide([r.note for r in reports])))
         except BaseException as error:  # noqa: BLE001  # sent to the others first, then raised below
             met.append(error)
-            if not isinstance(error, Exception):  # Ctrl-C may come when everything is decided
+            if comm.size > 1 and not isinstance(error, Exception):  # Ctrl-C may come when everything is decided
                 leave_undecided(error)
             return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure_of(error)})))
 
