@@ -87,6 +87,19 @@ def test_listing_that_stays_wrong_is_said_after_some_time(monkeypatch):
     assert store.calls < 1000, "it paused"
 
 
+def test_save_with_an_old_listing_aims_above_what_is_there():
+    inner = MemoryStore()
+    empty = OldListing(inner)
+    milepost.save(state(1), inner)
+    with pytest.raises(milepost.InvalidRequest, match="there is a checkpoint"):
+        milepost.save(state(0), empty, overwrite=False)
+    store = OldListing(inner, lasts=1)
+    for number in (2, 3):
+        milepost.save(state(number), inner)
+    assert milepost.save(state(4), store).generation == 4
+    assert milepost.open(inner)["n"] == 4
+
+
 # --- the newest is damaged, and an older one is whole
 
 

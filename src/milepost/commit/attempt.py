@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 from milepost.comm import is_undecided, leave_undecided
 from milepost.commit.beside import indices_beside, retire
-from milepost.commit.find import REMOVED, generations, newest_generation, parse, read_manifest
+from milepost.commit.find import (
+    REMOVED,
+    can_be_opened,
+    generations,
+    newest_above,
+    newest_generation,
+    parse,
+    read_manifest,
+)
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
@@ -24,6 +32,7 @@ from milepost.core.manifest import (
     Value,
     generation_of,
     make_save_id,
+    manifest_name,
     new_manifest,
     shard_name,
 )
@@ -62,12 +71,16 @@ class Contents:
 def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     """What the next attempt at this store aims at. Raises InvalidRequest if it may not replace what is there.
 
-    Numbers that were only claimed, and those that are being removed, are passed over.
+    Numbers that were only claimed, and those that are being removed, are passed over. So are those that a listing does
+    not show yet.
     """
-    if not overwrite and (generations(store) or indices_beside(store)):
-        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
-    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
+    names = list(store.list("manifest-"))
+    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in names)
     newest = max((number for number in found if number is not None), default=0)
+    there = newest_above(newest, lambda number: can_be_opened(store, manifest_name(number)) or None)
+    newest = max(newest, there[0] if there else 0)
+    if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
+        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))

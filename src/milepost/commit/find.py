@@ -5,7 +5,9 @@ a sweep has not removed yet is never taken in its place: it holds older weights.
 """
 
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
 from milepost.commit.beside import refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
@@ -15,6 +17,7 @@ from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Store
 
+T = TypeVar("T")
 PATIENCE_S = 5.0
 """How long a listing may show a manifest that cannot be opened, and no other, before a search gives up."""
 _PAUSES_S = (0.005, 0.5)
@@ -35,6 +38,15 @@ def generations(store: Store) -> list[int]:
 def newest_generation(store: Store) -> int:
     """The number of the newest manifest; 0 if there is none."""
     return next(iter(generations(store)), 0)
+
+
+def can_be_opened(store: Store, name: str) -> bool:
+    """Whether there is such an object. The listing of a network file system may be old; this looks the name up anew."""
+    try:
+        store.reader(name).close()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def find(store: Store) -> tuple[int, bytes]:
@@ -63,7 +75,7 @@ def newest(store: Store) -> tuple[int, bytes, list[int]]:
     give_up, pause = time.monotonic() + PATIENCE_S, _PAUSES_S[0]
     while True:
         listed = generations(store)
-        found = _newest_opened(store, listed)
+        found = newest_above(listed[0] if listed else 0, lambda number: read_manifest(store, number))
         if found is not None:
             return *found, [number for number in listed if number < found[0]]
         if not listed:
@@ -79,15 +91,14 @@ def newest(store: Store) -> tuple[int, bytes, list[int]]:
         pause = min(2 * pause, _PAUSES_S[1])
 
 
-def _newest_opened(store: Store, listed: list[int]) -> tuple[int, bytes] | None:
-    """The newest manifest that can be opened, of the listed ones and those just above them."""
-    number = listed[0] if listed else 0
-    data = read_manifest(store, number) if number else None
-    found = (number, data) if data is not None else None
-    last = number + (_AHEAD if number and found is None else 1)
+def newest_above(listed: int, look: Callable[[int], T | None]) -> tuple[int, T] | None:
+    """The newest generation for which `look` finds something: the newest that is listed, or one just above it."""
+    data = look(listed) if listed else None
+    found = (listed, data) if data is not None else None
+    number, last = listed, listed + (_AHEAD if listed and found is None else 1)
     while number < last:
         number += 1
-        data = read_manifest(store, number)
+        data = look(number)
         if data is not None:
             found, last = (number, data), number + 1
     return found
