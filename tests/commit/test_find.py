@@ -100,6 +100,12 @@ def test_save_with_an_old_listing_aims_above_what_is_there():
     assert milepost.open(inner)["n"] == 4
 
 
+def test_save_goes_above_a_manifest_that_cannot_be_opened(tmp_path):
+    (tmp_path / manifest_name(4)).symlink_to(tmp_path / "elsewhere")
+    assert milepost.save(state(1), tmp_path).generation == 5
+    assert milepost.open(tmp_path)["n"] == 1
+
+
 # --- the newest is damaged, and an older one is whole
 
 

@@ -77,13 +77,20 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     names = list(store.list("manifest-"))
     found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in names)
     newest = max((number for number in found if number is not None), default=0)
-    there = newest_above(newest, lambda number: can_be_opened(store, manifest_name(number)) or None)
+    there = newest_above(newest, lambda number: _is_there(store, number) or None)
     newest = max(newest, there[0] if there else 0)
     if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
         raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))
+
+
+def _is_there(store: Store, generation: int) -> bool:
+    try:
+        return can_be_opened(store, manifest_name(generation))
+    except CheckpointError:
+        return True  # something is, though it cannot be read: a save does not need to
 
 
 @dataclass(frozen=True, slots=True)
