@@ -1,6 +1,7 @@
 """A folder to which both Milepost and torch's DCP saved: nobody reads the older one in silence."""
 
 import logging
+import os
 import shutil
 import warnings
 
@@ -183,13 +184,16 @@ def test_overwrite_false_sees_the_checkpoint_of_dcp(tmp_path):
     assert torch_load(tmp_path) == 1
 
 
-@pytest.mark.parametrize("kind", ["text", "empty", "folder", "link"])
+@pytest.mark.parametrize("kind", ["text", "empty", "folder", "link", "holes"])
 def test_other_things_of_that_name_are_left_alone(tmp_path, kind):
     other = tmp_path / METADATA
     if kind == "folder":
         other.mkdir()
     elif kind == "link":
         other.symlink_to(tmp_path / "elsewhere")
+    elif kind == "holes":
+        other.write_bytes(b"\x80")
+        os.truncate(other, 1 << 40)
     else:
         other.write_bytes(b"notes of another program" if kind == "text" else b"")
     milepost.save(state(1), tmp_path)

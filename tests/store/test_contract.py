@@ -1,5 +1,6 @@
 """Every store passes the same contract."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -13,9 +14,11 @@ from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 
 
-@pytest.fixture(params=["local", "memory", "counting", "within", "within memory", "unsynced"])
-def store(request, tmp_path):
-    if request.param == "local":
+@pytest.fixture(params=["local", "no links", "memory", "counting", "within", "within memory", "unsynced"])
+def store(request, tmp_path, monkeypatch):
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", no_links)
+    if request.param in ("local", "no links"):
         return LocalStore(tmp_path / "new" / "folder")
     if request.param == "memory":
         return MemoryStore()
@@ -26,6 +29,10 @@ def store(request, tmp_path):
     if request.param == "within memory":
         return Within(MemoryStore(), "step")
     return CountingStore(LocalStore(tmp_path / "counted"))
+
+
+def no_links(*_args, **_options):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def read(store, name):

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator
 
 import xxhash
 
-from milepost.core.limits import MIB
+from milepost.core.limits import GIB, MIB
 from milepost.core.manifest import Manifest, ReplacedIndex
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, AmbiguousCheckpoint, CheckpointError, UnsafeCheckpoint
@@ -36,8 +36,10 @@ _log = logging.getLogger("milepost")
 METADATA = ".metadata"
 """The name of DCP's index."""
 _OF_RANK = re.compile(r"__[0-9]+\.metadata")
-_PICKLE = 0x80
+_PICKLE = b"\x80"
 _PIECE_BYTES = 4 * MIB
+_MOST_BYTES = GIB
+"""A larger file is no index: those of the largest models have some hundred MB. A file with holes could take hours."""
 
 
 def indices_beside(store: Store) -> tuple[ReplacedIndex, ...]:
@@ -51,12 +53,11 @@ def _index(store: Store, name: str) -> ReplacedIndex | None:
     """The index of this name, if there is one. Another file of this name is none."""
     try:
         with contextlib.closing(store.reader(name)) as reader:
-            hasher, first = xxhash.xxh3_128(), b""
-            for _, piece in _pieces(reader):
-                first = first or piece[:1]
-                hasher.update(piece)
-            if first != bytes([_PICKLE]):
+            if not 0 < reader.size_bytes <= _MOST_BYTES or read_bytes(reader, 0, 1) != _PICKLE:
                 return None
+            hasher = xxhash.xxh3_128()
+            for _, piece in _pieces(reader):
+                hasher.update(piece)
             return ReplacedIndex(name, reader.size_bytes, hasher.hexdigest())
     except (FileNotFoundError, UnsafeCheckpoint):  # a folder, or a link
         return None
