@@ -39,6 +39,8 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.hostile": (17, 19, 20),
     "faults.rejoin": (27, 32),
     "faults.file_server": (34, 35),
+    "faults.network": (28, 30),
+    "faults.beside": (33,),
 }
 """The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})

@@ -1,4 +1,5 @@
-/* Counts, records and breaks the calls by which a process changes a folder. For LD_PRELOAD, on 64-bit Linux.
+/* Counts, records and breaks the calls by which a process changes a folder, or reads it. For LD_PRELOAD, on 64-bit
+ * Linux.
  *
  *   gcc -shared -fPIC -O2 -o shim.so shim.c
  *   SHIM_FOLDER=/data LD_PRELOAD=./shim.so program
@@ -8,10 +9,13 @@
  *                number, call, result, errno, path, other; with tabs between. `other` is the second path of a link or
  *                rename; for an open "new" or "trunc": whether it made the file, or cut one that was there.
  *   SHIM_AT      the number of the call to break, from 1
- *   SHIM_DO      how: kill (SIGKILL before the call), kill-after, EIO or ENOSPC (the call fails with this error)
+ *   SHIM_DO      how: kill (SIGKILL before the call), kill-after, EIO, ENOSPC or ESTALE (the call fails with this
+ *                error; "ESTALE+": so do all later ones), repeat (the call is made twice, as NFS does when a reply is
+ *                lost, and the second result counts)
  *   SHIM_ONLY    for SHIM_AT, count only calls whose name starts with this: "fsync", "pwrite"
  *   SHIM_SYNC    "no": syncs are counted, recorded and broken, but not made. That is faster, and only a power cut could
  *                show the difference.
+ *   SHIM_READS   "yes": calls that open for reading, and that read, count too: openread, read, pread, preadv
  *
  * A process can also set these with the shim_* functions at the end: after a fork, once for each trial.
  *
@@ -35,7 +39,7 @@
 #include <unistd.h>
 
 enum { ROOM = 2 * PATH_MAX };
-enum fault { NONE, KILL, KILL_AFTER, FAIL };
+enum fault { NONE, KILL, KILL_AFTER, FAIL, REPEAT };
 
 static char folder[PATH_MAX];
 static char only[32];
@@ -44,13 +48,14 @@ static int fault_errno;
 static long fault_at;
 static int log_handle = -1;
 static int skips_syncs;
+static int fault_lasts, sees_reads;
 static atomic_long seen, counted;
 static atomic_int hit;
 
 struct call {
     const char *name, *path, *other;
     long number; /* 0: it does not touch the folder */
-    int fails, dies;
+    int fails, dies, repeats;
 };
 
 /* --- paths --- */
@@ -97,17 +102,21 @@ static void die(void) {
 }
 
 static struct call begin(const char *name, const char *path, const char *other) {
-    struct call call = {name, path, other, 0, 0, 0};
+    struct call call = {name, path, other, 0, 0, 0, 0};
     if (!below(path) && !below(other))
         return call;
     call.number = atomic_fetch_add(&seen, 1) + 1;
-    if (fault == NONE || strncmp(name, only, strlen(only)) || atomic_fetch_add(&counted, 1) + 1 != fault_at)
+    if (fault == NONE || strncmp(name, only, strlen(only)))
+        return call;
+    long count = atomic_fetch_add(&counted, 1) + 1;
+    if (count != fault_at && !(fault_lasts && count > fault_at))
         return call;
     atomic_store(&hit, 1);
     if (fault == KILL)
         die();
     call.fails = fault == FAIL;
     call.dies = fault == KILL_AFTER;
+    call.repeats = fault == REPEAT;
     return call;
 }
 
@@ -127,12 +136,20 @@ static long end(struct call *call, long result) {
     return result;
 }
 
+/* Forget a result whose reply is lost. */
+static void drop(const char *name, long result) {
+    if (result >= 0 && !strncmp(name, "open", 4))
+        syscall(SYS_close, result);
+}
+
 /* Make `action`, a system call, unless it is to fail. `errno` is only looked at where it fails, or left as it was. */
 #define MAKE(name, path, other, action)                   \
     do {                                                  \
         int errno_before = errno;                         \
         struct call call = begin(name, path, other);      \
         errno = errno_before;                             \
+        if (call.repeats)                                 \
+            drop(name, (action));                         \
         return end(&call, call.fails ? -1 : (action));    \
     } while (0)
 
@@ -172,7 +189,13 @@ static long end(struct call *call, long result) {
 
 /* --- opening and closing --- */
 
+static int opened_to_read(int start, const char *given, int flags) {
+    WITH_PATH("openread", start, given, syscall(SYS_openat, start, given, flags, 0));
+}
+
 static int opened(int start, const char *given, int flags, mode_t mode) {
+    if (folder[0] && sees_reads && (flags & O_ACCMODE) == O_RDONLY && !(flags & O_CREAT))
+        return opened_to_read(start, given, flags);
     if (!folder[0] || !(flags & O_CREAT))
         return syscall(SYS_openat, start, given, flags, mode);
     char path[ROOM];
@@ -281,6 +304,39 @@ int sync_file_range(int handle, off64_t offset, off64_t size, unsigned int flags
     WITH_HANDLE("sync_file_range", handle, skips_syncs ? 0 : syscall(SYS_sync_file_range, handle, offset, size, flags));
 }
 
+/* --- reading --- */
+
+#define READING(name, handle, action)                     \
+    do {                                                  \
+        if (!sees_reads)                                  \
+            return action;                                \
+        WITH_HANDLE(name, handle, action);                \
+    } while (0)
+
+ssize_t read(int handle, void *data, size_t size) { READING("read", handle, syscall(SYS_read, handle, data, size)); }
+
+ssize_t pread(int handle, void *data, size_t size, off_t offset) {
+    READING("pread", handle, syscall(SYS_pread64, handle, data, size, offset));
+}
+
+ssize_t pread64(int handle, void *data, size_t size, off64_t offset) { return pread(handle, data, size, offset); }
+
+ssize_t preadv2(int handle, const struct iovec *parts, int count, off_t offset, int flags) {
+    READING("preadv", handle, syscall(SYS_preadv2, handle, parts, count, offset, 0, flags));
+}
+
+ssize_t preadv64v2(int handle, const struct iovec *parts, int count, off64_t offset, int flags) {
+    return preadv2(handle, parts, count, offset, flags);
+}
+
+ssize_t preadv(int handle, const struct iovec *parts, int count, off_t offset) {
+    return preadv2(handle, parts, count, offset, 0);
+}
+
+ssize_t preadv64(int handle, const struct iovec *parts, int count, off64_t offset) {
+    return preadv2(handle, parts, count, offset, 0);
+}
+
 /* --- names --- */
 
 int renameat(int from, const char *old, int to, const char *new) {
@@ -325,8 +381,16 @@ int shim_watch(const char *path, const char *log, int makes_syncs) {
 
 /* Break the call number `at` of those whose name starts with `prefix`, counted from now. -1 for an unknown way. */
 int shim_arm(long at, const char *how, const char *prefix) {
-    fault = !strcmp(how, "kill") ? KILL : !strcmp(how, "kill-after") ? KILL_AFTER : *how ? FAIL : NONE;
-    fault_errno = !strcmp(how, "ENOSPC") ? ENOSPC : !strcmp(how, "EIO") ? EIO : 0;
+    fault = !strcmp(how, "kill")         ? KILL
+            : !strcmp(how, "kill-after") ? KILL_AFTER
+            : !strcmp(how, "repeat")     ? REPEAT
+            : *how                       ? FAIL
+                                         : NONE;
+    fault_lasts = *how && how[strlen(how) - 1] == '+';
+    fault_errno = !strcmp(how, "ENOSPC")                            ? ENOSPC
+                  : !strcmp(how, "EIO")                             ? EIO
+                  : !strncmp(how, "ESTALE", 6) && !how[6 + fault_lasts] ? ESTALE
+                                                                    : 0;
     if (fault == FAIL && !fault_errno)
         return -1;
     snprintf(only, sizeof only, "%s", prefix);
@@ -336,8 +400,12 @@ int shim_arm(long at, const char *how, const char *prefix) {
     return 0;
 }
 
+/* Count calls that read, too. */
+void shim_see_reads(int yes) { sees_reads = yes; }
+
 /* Watch nothing and break nothing. */
 void shim_reset(void) {
+    shim_see_reads(0);
     shim_watch("", "", 1);
     shim_arm(0, "", "");
 }
@@ -356,6 +424,7 @@ static const char *setting(const char *name) {
 __attribute__((constructor)) static void from_environment(void) {
     if (!*setting("SHIM_FOLDER"))
         return;
+    shim_see_reads(!strcmp(setting("SHIM_READS"), "yes"));
     if (shim_arm(atol(setting("SHIM_AT")), setting("SHIM_DO"), setting("SHIM_ONLY")) < 0 ||
         shim_watch(setting("SHIM_FOLDER"), setting("SHIM_LOG"), strcmp(setting("SHIM_SYNC"), "no")) < 0) {
         fprintf(stderr, "shim: SHIM_DO or SHIM_LOG is wrong\n");

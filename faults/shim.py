@@ -46,16 +46,21 @@ _RAISED_WELL = frozenset({"raised, old loads", "raised, nothing there"})
 
 def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
     """Rows 4, 5, 8, 11 and 12: with every call of a save (two minutes), or with some (seconds)."""
+    yield from preloaded("shim", _NUMBERS, full, folder)
+
+
+def preloaded(module: str, numbers: Iterable[int], full: bool, folder: Path) -> Iterator[FaultRow]:
+    """The rows that a module of this folder prints, as `main` does, in a process with the shim."""
     library = compiled(folder)
     if library is None:
-        for number in _NUMBERS:
+        for number in numbers:
             yield FaultRow(number, "faults at system calls", "", Tally({}), frozenset(), note="needs gcc, and Linux")
         return
     preload = " ".join(filter(None, [str(library), os.environ.get("LD_PRELOAD")]))
     with (
         (folder / "errors.txt").open("w+") as errors,
         subprocess.Popen(
-            command("shim", str(folder), "full" if full else "few"),
+            command(module, str(folder), "full" if full else "few"),
             env=environment(LD_PRELOAD=preload, OMP_NUM_THREADS="1"),
             stdout=subprocess.PIPE,
             stderr=errors,
@@ -253,8 +258,11 @@ class Fault(NamedTuple):
     only: str = ""
 
 
-def attempt(save: Callable[[], int], home: Path, fault: Fault | None = None, log: str = "") -> int:
-    """Let a child save with this fault below `home`. Returns the code of `save`, NO_FAULT, or minus a signal."""
+def attempt(save: Callable[[], int], home: Path, fault: Fault | None = None, log: str = "", reads: bool = False) -> int:
+    """Let a child save with this fault below `home`. Returns the code of `save`, NO_FAULT, or minus a signal.
+
+    `reads`: calls that read count too.
+    """
     child = os.fork()
     if child == 0:
         code = 99
@@ -262,6 +270,7 @@ def attempt(save: Callable[[], int], home: Path, fault: Fault | None = None, log
             signal.alarm(LIMIT_S)  # ends a child that hangs
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # DCP's threads print errors there
             shim = ctypes.CDLL(None)
+            shim.shim_see_reads(reads)
             if fault is not None:
                 assert shim.shim_arm(ctypes.c_long(fault.at), fault.do.encode(), fault.only.encode()) == 0
             assert shim.shim_watch(str(home).encode(), log.encode(), SYNCS) == 0
@@ -288,7 +297,7 @@ class Lab:
     """Runs trials in a folder: all, or a few that include those around the commit."""
 
     def __init__(self, folder: Path, full: bool) -> None:
-        self.folder, self._full = folder.resolve(), full
+        self.folder, self.full = folder.resolve(), full
         self._records: dict[tuple[str, bool], list[Call]] = {}
 
     def prepared(self, system: System, first: bool) -> tuple[Path, Path]:
@@ -333,7 +342,7 @@ class Lab:
 
     def picked(self, calls: Sequence[Call]) -> list[int]:
         """The numbers of the calls to break, from 1."""
-        if self._full:
+        if self.full:
             return list(range(1, len(calls) + 1))
         commits = [i for i, call in enumerate(calls, 1) if _COMMIT.fullmatch(os.path.basename(call.other))]
         near = {min(commit + i, len(calls)) for commit in commits for i in (0, 1)}
@@ -394,8 +403,13 @@ def main() -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     gc.freeze()
+    print_rows((killed, refused, ordered, threads, unsynced))
+
+
+def print_rows(rows_of_lab: Iterable[Callable[[Lab], FaultRow]]) -> None:
+    """Print the rows of the process that `preloaded` starts."""
     lab = Lab(Path(sys.argv[1]), full=sys.argv[2] == "full")
-    for row in (killed, refused, ordered, threads, unsynced):
+    for row in rows_of_lab:
         print(json.dumps(asdict(row(lab)), default=sorted), flush=True)
 
 

@@ -17,6 +17,7 @@ from milepost.core.agreement import Plans
 from milepost.data.transfer import Progress, Transfer
 from milepost.errors import (
     AlreadyExists,
+    AmbiguousCheckpoint,
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
@@ -54,6 +55,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AlreadyExists",
+    "AmbiguousCheckpoint",
     "AsyncSaver",
     "Checkpoint",
     "CheckpointDamaged",

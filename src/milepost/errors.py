@@ -21,6 +21,7 @@
     |   choose another checkpoint
     +-- CheckpointNotFound (FileNotFoundError)   there is none here
     +-- CheckpointDamaged               bytes are missing or are not what was saved
+    +-- AmbiguousCheckpoint             another library saved to the same place later
     +-- UnsupportedFormat               a newer format, or one that needs an opt-in
     +-- UnsafeCheckpoint                it tries to leave its folder or to exhaust the reader
 
@@ -35,13 +36,15 @@ import msgspec
 class Failure(msgspec.Struct, frozen=True):
     """What one rank met: the name of the exception's type, its message, its traceback as text.
 
-    `original`: the exception itself and its stack summary, pickled, where that can be done.
+    `original`: the exception itself and its stack summary, pickled, where that can be done. `undecided`: what the
+    coordinator was about to decide may have happened all the same, for example a commit.
     """
 
     kind: str
     message: str
     traceback: str = ""
     original: bytes = b""
+    undecided: bool = False
 
 
 class CheckpointError(Exception):
@@ -118,6 +121,10 @@ class CheckpointDamaged(CheckpointError):
     """Bytes are missing or are not what was saved; the message names file and tensor."""
 
 
+class AmbiguousCheckpoint(CheckpointError):
+    """Two libraries saved to one place, the other one last; the message names both and says how to choose."""
+
+
 class UnsupportedFormat(CheckpointError):
     """The checkpoint has a newer format, or holds something that needs an explicit opt-in."""
 
@@ -144,6 +151,7 @@ ERRORS: dict[str, type[CheckpointError]] = {
         WriterDied,
         CheckpointNotFound,
         CheckpointDamaged,
+        AmbiguousCheckpoint,
         UnsupportedFormat,
         UnsafeCheckpoint,
     )

@@ -13,7 +13,7 @@ import torch
 import milepost
 from milepost.errors import Failure
 from milepost.store import LocalStore, MemoryStore
-from milepost.testing import CountingStore, Crash, CrashingStore, UnsyncedStore, run_ranks
+from milepost.testing import CountingStore, Crash, CrashingStore, ReplyLosingStore, UnsyncedStore, run_ranks
 from tests.commit.writers import WRITERS
 
 pytestmark = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
@@ -238,6 +238,76 @@ def test_lost_reply_of_a_store_is_not_a_conflict(write, error):
     milepost.save(state(1), inner)
     write(state(2), LosesReplies(inner))
     assert read(inner) == 2
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("kind", ["create", "writer", "commit", "delete"])
+def test_lost_replies_cost_no_checkpoint(write, kind, repeats):
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+    for number in (2, 3):
+        losing = ReplyLosingStore(inner, [kind], repeats=repeats)
+        before = read(inner)
+        if repeats or kind in ("create", "delete"):  # a manifest is looked at, and a later save sweeps
+            write(state(number), losing)
+            assert read(inner) == number
+        else:
+            with pytest.raises((milepost.CheckpointError, milepost.dcp.api.CheckpointException), match="no reply"):
+                write(state(number), losing)
+            assert read(inner) == before
+            assert leftovers(inner) == []
+        assert losing.lost > 0
+    write(state(4), inner)
+    assert read(inner) == 4
+
+
+class SeesNothingNew(CountingStore):
+    """The store as a rank sees it whose listings and lookups are old: no manifest of generation 2."""
+
+    def reader(self, name):
+        if name.startswith("manifest-00000002"):
+            raise FileNotFoundError(name)
+        return super().reader(name)
+
+    def list(self, prefix):
+        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
+
+
+class FailsAfterCommit(CountingStore):
+    """A store that fails, or is interrupted, at the first call of a kind after the manifest was created."""
+
+    def __init__(self, inner, call, error):
+        super().__init__(inner)
+        self.call, self.error, self.committed = call, error, False
+
+    def before(self, number, call):
+        if self.committed and call.startswith(self.call):
+            raise self.error
+
+    def after(self, number, call):
+        self.committed = self.committed or call == "create manifest-00000002.json"
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [("list manifest-", milepost.StorageError("the store is gone")), ("delete manifest-", KeyboardInterrupt())],
+    ids=["error", "interrupt"],
+)
+def test_rank_with_an_old_view_keeps_what_was_committed(write, call, error):
+    """The coordinator says whether it committed. What another rank sees does not decide it."""
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+
+    def work(comm):
+        wide = state(2) | {"large": torch.full((1 << 20,), 2)}
+        coordinates = comm.rank == comm.coordinator
+        store = FailsAfterCommit(inner, call, error) if coordinates else SeesNothingNew(inner)
+        with pytest.raises((milepost.CheckpointError, KeyboardInterrupt)):
+            write(wide, store, comm)
+
+    run_ranks(2, work, timeout_s=60)
+    assert read(inner) == 2, "it was committed, so all ranks have kept their data"
+    assert len(milepost.open(inner).manifest.files) == 2
 
 
 def keep_writing(write, folder, sender):

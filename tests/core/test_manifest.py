@@ -16,6 +16,7 @@ from milepost.core.limits import MAX_DIMS, MAX_RANKS, MIB
 from milepost.core.manifest import (
     Manifest,
     PerRankValue,
+    ReplacedIndex,
     ShardFile,
     Tensor,
     Value,
@@ -226,7 +227,14 @@ def test_a_field_that_contradicts_the_others_is_refused(field, value):
         unseal(as_file({**as_record(small()), field: value}))
 
 
-@pytest.mark.parametrize("field", Manifest.__struct_fields__)
+def test_a_manifest_names_the_index_that_it_replaced_if_any():
+    index = ReplacedIndex(".metadata", 100, "0" * 32)
+    assert b"replaced" not in seal(small())
+    assert unseal(seal(small())).replaced == ()
+    assert unseal(seal(msgspec.structs.replace(small(), replaced=(index,)))).replaced == (index,)
+
+
+@pytest.mark.parametrize("field", [name for name in Manifest.__struct_fields__ if name != "replaced"])
 def test_a_manifest_that_lacks_a_field_is_refused(field):
     record = as_record(small())
     del record[field]

@@ -161,6 +161,26 @@ def test_a_checkpoint_that_torch_saved_is_loaded_as_it_is(tmp_path):
     assert plain(target) == {"model": {"w": ("torch.float32", [0, 1, 2, 3])}, "groups": [{"lr": 0.5}], "n": (1, 2)}
 
 
+def test_folder_that_both_saved_to_gives_nobody_the_older(tmp_path, monkeypatch):
+    def save(dcp, number):
+        dcp.save({"w": torch.full((3,), float(number))}, checkpoint_id=tmp_path, no_dist=True)
+
+    def load(dcp):
+        target = {"w": torch.zeros(3)}
+        dcp.load(target, checkpoint_id=tmp_path, no_dist=True)
+        return target["w"].tolist()
+
+    monkeypatch.setattr("warnings.warn", lambda *_, **__: None)
+    save(torch.distributed.checkpoint, 1)
+    save(milepost.dcp, 2)
+    assert load(milepost.dcp) == [2.0] * 3
+    with pytest.raises(torch.distributed.checkpoint.api.CheckpointException, match="No such file"):
+        load(torch.distributed.checkpoint)
+    save(torch.distributed.checkpoint, 3)
+    with pytest.raises(milepost.dcp.CheckpointException, match="two checkpoints"):
+        load(milepost.dcp)
+
+
 def test_a_checkpoint_of_milepost_save_is_loaded(tmp_path):
     state = {"groups": [{"lr": 0.5}], "cfg": {"x": 1}, "pair": (torch.ones(1), 2)}
     milepost.save(state, tmp_path)

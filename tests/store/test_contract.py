@@ -1,5 +1,6 @@
 """Every store passes the same contract."""
 
+import errno
 import os
 import threading
 from pathlib import Path
@@ -15,9 +16,21 @@ from milepost.testing import CountingStore, UnsyncedStore
 
 
 @pytest.fixture(
-    params=["local", "memory", "counting", "within", "within memory", "unsynced", "network", "network without links"]
+    params=[
+        "local",
+        "no links",
+        "memory",
+        "counting",
+        "within",
+        "within memory",
+        "unsynced",
+        "network",
+        "network without links",
+    ]
 )
-def store(request, tmp_path):
+def store(request, tmp_path, monkeypatch):
+    if request.param == "no links":
+        monkeypatch.setattr(os, "link", no_links)
     if request.param.startswith("network"):
         if why_not():
             pytest.skip(f"no network file system: {why_not()}")
@@ -31,7 +44,7 @@ def store(request, tmp_path):
 
 
 def other_store(kind, tmp_path):
-    if kind == "local":
+    if kind in ("local", "no links"):
         return LocalStore(tmp_path / "new" / "folder")
     if kind == "memory":
         return MemoryStore()
@@ -42,6 +55,10 @@ def other_store(kind, tmp_path):
     if kind == "within memory":
         return Within(MemoryStore(), "step")
     return CountingStore(LocalStore(tmp_path / "counted"))
+
+
+def no_links(*_args, **_options):
+    raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
 def read(store, name):

@@ -13,6 +13,8 @@ from milepost.comm.together import (
     calling,
     defer,
     depart,
+    is_undecided,
+    leave_undecided,
     meet,
     together,
 )
@@ -35,6 +37,8 @@ __all__ = [
     "calling",
     "defer",
     "depart",
+    "is_undecided",
+    "leave_undecided",
     "mark_told",
     "meet",
     "together",

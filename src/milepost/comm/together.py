@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
 from milepost.comm.base import Call, Comm, Phase, is_told, mark_told
 from milepost.comm.board_comm import BoardComm
@@ -242,6 +243,8 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
             return _VERDICTS.pack(_Verdict(decide([r.note for r in reports])))
         except BaseException as error:  # noqa: BLE001  # sent to the others first, then raised below
             met.append(error)
+            if comm.size > 1 and not isinstance(error, Exception):  # Ctrl-C may come when everything is decided
+                leave_undecided(error)
             return _VERDICTS.pack(_Verdict(failures=_grouped({comm.rank: failure_of(error)})))
 
     with _told(comm, phase):
@@ -271,7 +274,20 @@ def _answered(phase: Phase, answer: bytes, comm: Comm, mine: BaseException | Non
 def failure_of(error: BaseException) -> Failure:
     """An error as a record that can travel."""
     trace = "".join(traceback.format_exception(error))
-    return Failure(_plain(type(error).__name__), _plain(_text(error)), _plain(trace[-8000:]), _original(error))
+    kind, text, trace = _plain(type(error).__name__), _plain(_text(error)), _plain(trace[-8000:])
+    return Failure(kind, text, trace, _original(error), is_undecided(error))
+
+
+def leave_undecided(error: BaseException) -> None:
+    """Mark an error of a decision that may have taken effect all the same. The other ranks learn it: see `Failure`."""
+    error.undecided = True  # type: ignore[attr-defined]
+
+
+def is_undecided(error: BaseException) -> bool:
+    """Whether the decision that this error ended may have taken effect, as far as any rank knows."""
+    failures: Mapping[int, object] = getattr(error, "failures", {})
+    own = getattr(error, "undecided", False) is True
+    return own or any(isinstance(one, Failure) and one.undecided for one in failures.values())
 
 
 def _text(error: BaseException) -> str:
@@ -306,7 +322,9 @@ def _grouped(failures: Mapping[int, Failure]) -> tuple[tuple[str, Failure], ...]
         groups.setdefault((failure.kind, failure.message), (failure, []))[1].append(rank)
     result = []
     for i, (failure, ranks) in enumerate(groups.values()):
-        kept = failure if i < _TRACEBACKS else Failure(failure.kind, failure.message[:2000])
+        kept = (
+            failure if i < _TRACEBACKS else replace(failure, message=failure.message[:2000], traceback="", original=b"")
+        )
         result.append((pack_ranks(sorted(ranks)), kept))
     return tuple(result)
 

@@ -12,7 +12,17 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
-from milepost.commit.find import REMOVED, generations, newest_generation, parse, read_manifest
+from milepost.comm import is_undecided, leave_undecided
+from milepost.commit.beside import indices_beside, retire
+from milepost.commit.find import (
+    REMOVED,
+    can_be_opened,
+    generations,
+    newest_above,
+    newest_generation,
+    parse,
+    read_manifest,
+)
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
@@ -22,6 +32,7 @@ from milepost.core.manifest import (
     Value,
     generation_of,
     make_save_id,
+    manifest_name,
     new_manifest,
     shard_name,
 )
@@ -60,15 +71,26 @@ class Contents:
 def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     """What the next attempt at this store aims at. Raises InvalidRequest if it may not replace what is there.
 
-    Numbers that were only claimed, and those that are being removed, are passed over.
+    Numbers that were only claimed, and those that are being removed, are passed over. So are those that a listing does
+    not show yet.
     """
-    if not overwrite and generations(store):
-        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
-    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in store.list("manifest-"))
+    names = list(store.list("manifest-"))
+    found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in names)
     newest = max((number for number in found if number is not None), default=0)
+    there = newest_above(newest, lambda number: _is_there(store, number) or None)
+    newest = max(newest, there[0] if there else 0)
+    if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
+        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))
+
+
+def _is_there(store: Store, generation: int) -> bool:
+    try:
+        return can_be_opened(store, manifest_name(generation))
+    except CheckpointError:
+        return True  # something is, though it cannot be read: a save does not need to
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +127,11 @@ class Attempt:
         return StorageError(f"cannot write to {self.store.url}: {error}{hint}", errno=error.errno)
 
     def commit(self, contents: Contents) -> None:
-        """On the coordinator, when all ranks have written: make the checkpoint exist, and sweep what it replaces."""
+        """On the coordinator, when all ranks have written: make the checkpoint exist, and sweep what it replaces.
+
+        An error after which the checkpoint may exist all the same is marked, so that no rank removes its data.
+        """
+        replaced = indices_beside(self.store)
         manifest = new_manifest(
             *self.aim,
             datetime.now(UTC).isoformat(timespec="seconds"),
@@ -118,9 +144,17 @@ class Attempt:
             values=contents.values,
             per_rank=contents.per_rank,
             files=contents.files,
+            replaced=replaced,
         )
-        publish(self.store, manifest)
-        sweep(self.store, manifest)
+        try:
+            publish(self.store, manifest)
+            retire(self.store, manifest)
+            sweep(self.store, manifest)
+        except BaseException as error:
+            # After NotDurable, a power cut may bring the manifest back.
+            if isinstance(error, NotDurable) or self._may_be_committed():
+                leave_undecided(error)
+            raise
 
     def fail(self, error: BaseException) -> None:
         """After an error: remove what this rank wrote, unless a manifest may name it. Never raises."""
@@ -128,20 +162,24 @@ class Attempt:
             self.discard()
 
     def _is_dead(self, error: BaseException) -> bool:
-        """Whether the commit did not happen, and can no longer happen after this error."""
-        failures = getattr(error, "failures", {})
-        decided = bool(failures) or isinstance(error, (SaveConflict, RanksDisagree))
+        """Whether the commit did not happen, and can no longer happen after this error.
+
+        The coordinator's verdict says it: what this rank sees may be old. It only looks in order to keep more.
+        """
+        decided = bool(getattr(error, "failures", {})) or isinstance(error, (SaveConflict, RanksDisagree))
         if self.world > 1 and not decided and not self.decides:
             return False  # the coordinator did not answer; it may still commit
-        if isinstance(error, NotDurable) or any(failure.kind == NotDurable.__name__ for failure in failures.values()):
-            return False  # a power cut may bring the manifest back
+        return not is_undecided(error) and not self._may_be_committed()
+
+    def _may_be_committed(self) -> bool:
+        """Whether the manifest of this attempt is there, or one that cannot be read."""
         try:
             data = read_manifest(self.store, self.aim.generation)
             if data is None:
-                return self.aim.generation not in generations(self.store)
-            return parse(self.store.url, self.aim.generation, data).save_id != self.aim.save_id
+                return self.aim.generation in generations(self.store)
+            return parse(self.store.url, self.aim.generation, data).save_id == self.aim.save_id
         except (OSError, CheckpointError):
-            return False
+            return True
 
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""

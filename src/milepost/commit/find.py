@@ -1,18 +1,28 @@
 """Finding a checkpoint: the generations that are committed, and the manifest of the newest.
 
-A checkpoint exists when, and only when, a manifest exists. The highest generation is the checkpoint.
+A checkpoint exists when, and only when, a manifest exists. The highest generation is the checkpoint. An older one that
+a sweep has not removed yet is never taken in its place: it holds older weights.
 """
 
+import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+from milepost.commit.beside import refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
 from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, unseal
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
-from milepost.errors import CheckpointDamaged, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Store
 
-_TRIES = 20
+T = TypeVar("T")
+PATIENCE_S = 5.0
+"""How long a listing may show a manifest that cannot be opened, and no other, before a search gives up."""
+_PAUSES_S = (0.005, 0.5)
+_AHEAD = 16
+"""How many generations above an old listing are tried by name."""
 _LOOKS = 16
 """How many files are opened at the same time."""
 REMOVED = ".removed"
@@ -30,17 +40,68 @@ def newest_generation(store: Store) -> int:
     return next(iter(generations(store)), 0)
 
 
+def can_be_opened(store: Store, name: str) -> bool:
+    """Whether there is such an object. The listing of a network file system may be old; this looks the name up anew."""
+    try:
+        store.reader(name).close()
+    except FileNotFoundError:
+        return False
+    return True
+
+
 def find(store: Store) -> tuple[int, bytes]:
-    """The newest generation and the bytes of its manifest. Raises CheckpointNotFound."""
-    for _ in range(_TRIES):
-        number = newest_generation(store)
-        if number == 0:
-            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store)}")
-        data = read_manifest(store, number)
-        if data is not None:
+    """The newest generation and the bytes of its manifest. Raises CheckpointNotFound.
+
+    Raises AmbiguousCheckpoint if another library saved here after Milepost did, and CheckpointDamaged if the newest
+    generation is not whole while an older one is.
+    """
+    while True:
+        number, data, older = newest(store)
+        refuse_newer_index(store, lambda: parse(store.url, number, data))  # noqa: B023  # called at once
+        fault = _fault_of(store, number, data) if older else ""
+        if not fault:
             return number, data
-        # It was swept after the listing, so there is a newer one: look again.
-    raise CheckpointNotFound(f"{store.url} changes too fast to be read; is it being saved to in a loop?")
+        if newest(store)[0] == number:  # else it was replaced while we looked
+            _refuse_damaged(store, fault, older)
+            return number, data
+
+
+def newest(store: Store) -> tuple[int, bytes, list[int]]:
+    """The newest generation, the bytes of its manifest, and the older generations. Raises CheckpointNotFound.
+
+    The listing of a network file system may be old, while a name that is opened is looked up anew. So names above the
+    listed ones are tried as well, and a listing that leads nowhere is given some time.
+    """
+    give_up, pause = time.monotonic() + PATIENCE_S, _PAUSES_S[0]
+    while True:
+        listed = generations(store)
+        found = newest_above(listed[0] if listed else 0, lambda number: read_manifest(store, number))
+        if found is not None:
+            return *found, [number for number in listed if number < found[0]]
+        if not listed:
+            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store)}")
+        if time.monotonic() >= give_up:
+            raise CheckpointNotFound(
+                f"{store.url} lists {manifest_name(listed[0])}, which cannot be opened, and nothing newer was found in "
+                f"{PATIENCE_S:g} s. It was removed and the listing of its file system is old, or it is being saved to "
+                "in a loop and changes too fast to be read. Try again."
+            )
+        # It was swept after the listing, so there is a newer one; or the listing is old.
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+
+
+def newest_above(listed: int, look: Callable[[int], T | None]) -> tuple[int, T] | None:
+    """The newest generation for which `look` finds something: the newest that is listed, or one just above it."""
+    data = look(listed) if listed else None
+    found = (listed, data) if data is not None else None
+    number, last = listed, listed + (_AHEAD if listed and found is None else 1)
+    while number < last:
+        number += 1
+        data = look(number)
+        if data is not None:
+            found, last = (number, data), number + 1
+    return found
 
 
 def _why_not(store: Store) -> str:
@@ -51,7 +112,7 @@ def _why_not(store: Store) -> str:
 
 
 def read_manifest(store: Store, generation: int) -> bytes | None:
-    """The bytes of a manifest, or None if there is none."""
+    """The bytes of a manifest, or None if there is none, or none any more."""
     try:
         reader = store.reader(manifest_name(generation))
     except FileNotFoundError:
@@ -63,6 +124,8 @@ def read_manifest(store: Store, generation: int) -> bytes | None:
                 f"a manifest has at most {MAX_MANIFEST_BYTES}"
             )
         return read_bytes(reader, 0, reader.size_bytes)
+    except FileNotFoundError:
+        return None
     finally:
         reader.close()
 
@@ -90,6 +153,12 @@ def look_whole(place: Store) -> Manifest:
     Reads no data; `Checkpoint.verify` does. Raises CheckpointNotFound or CheckpointDamaged.
     """
     manifest = parse(place.url, *find(place))
+    _look_at_files(place, manifest)
+    return manifest
+
+
+def _look_at_files(place: Store, manifest: Manifest) -> None:
+    """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
 
     def look(file: ShardFile) -> None:
         name = manifest.file_name(file.rank)
@@ -105,4 +174,26 @@ def look_whole(place: Store) -> Manifest:
     with ThreadPoolExecutor(_LOOKS) as pool:
         for _ in pool.map(look, manifest.files):
             pass
-    return manifest
+
+
+def _fault_of(store: Store, generation: int, data: bytes) -> str:
+    """Why a generation is not whole; empty if it looks whole. Other errors are left to those who use it."""
+    try:
+        _look_at_files(store, parse(store.url, generation, data))
+    except CheckpointDamaged as error:
+        return str(error)
+    except CheckpointError:
+        return ""
+    return ""
+
+
+def _refuse_damaged(store: Store, fault: str, older: list[int]) -> None:
+    """Raise CheckpointDamaged, and name the newest older generation that is whole; return if there is none."""
+    for number in older:
+        data = read_manifest(store, number)
+        if data is not None and not _fault_of(store, number, data):
+            raise CheckpointDamaged(
+                f"{fault}. Generation {number}, which is older, is still there and looks whole. It is not loaded "
+                f"unless it is asked for: pass milepost.store.AtGeneration({store.url!r}, {number}) as the path to "
+                "open or load it."
+            )

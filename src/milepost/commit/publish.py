@@ -8,11 +8,11 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from milepost.commit.find import newest_generation, read_manifest
+from milepost.commit.find import can_be_opened, newest_generation, read_manifest
 from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
-from milepost.errors import AlreadyExists, CheckpointError, SaveConflict, StorageError
+from milepost.errors import AlreadyExists, CheckpointError, NotDurable, SaveConflict, StorageError
 from milepost.store import Store
 
 _log = logging.getLogger("milepost")
@@ -25,22 +25,49 @@ def publish(store: Store, manifest: Manifest) -> None:
     Raises StorageError if data that it names cannot be seen from this rank.
     """
     _look_for_data(store, manifest)
-    sealed = seal(manifest)
-    try:
-        store.create(manifest_name(manifest.generation), sealed)
-    except (AlreadyExists, FileNotFoundError) as error:
-        # Is it ours? The reply to a create can be lost, and its repetition then finds the name taken.
-        if read_manifest(store, manifest.generation) != sealed:
-            # Not found: another save committed meanwhile, and swept what this manifest was about to be made from.
-            if isinstance(error, AlreadyExists) or newest_generation(store) >= manifest.generation:
-                raise conflict(store, manifest.generation) from None
-            raise
+    _create(store, manifest.generation, seal(manifest))
     if newest_generation(store) > manifest.generation:
         # The name was free because the save that had it was replaced and swept, and this save's data with it.
         # The newest generation is never swept.
         with contextlib.suppress(OSError, CheckpointError):
             store.delete(manifest_name(manifest.generation))
         raise conflict(store, manifest.generation)
+
+
+def _create(store: Store, generation: int, sealed: bytes) -> None:
+    """Create the manifest of a generation. Raises SaveConflict or StorageError if this content is not there then."""
+    try:
+        store.create(manifest_name(generation), sealed)
+    except NotDurable:
+        raise
+    except (CheckpointError, OSError) as error:
+        # An error does not prove that nothing happened: the reply may have been lost. Is the manifest there ours?
+        try:
+            newest = newest_generation(store)
+            if read_manifest(store, generation) == sealed:
+                return
+        except (CheckpointError, OSError):
+            raise error from None  # the store does not answer: this is the first that was heard of it
+        reason = _not_published(store, generation, newest, error)
+        if reason is error:
+            raise
+        raise reason from error
+
+
+def _not_published(store: Store, generation: int, newest: int, error: Exception) -> Exception:
+    """Why a manifest could not be created: another save was first, or the store refused."""
+    if newest >= generation:
+        # Where the name was not taken: another save committed, and swept what this manifest was about to be made from.
+        return conflict(store, generation)
+    if isinstance(error, AlreadyExists):
+        return SaveConflict(
+            f"another job has claimed generation {generation} of {store.url}, and is about to commit it or died. "
+            "Nothing was committed here. Save again; do two jobs write to one place?"
+        )
+    if isinstance(error, CheckpointError):
+        return error
+    number = error.errno if isinstance(error, OSError) else None
+    return StorageError(f"cannot commit to {store.url}: {error}. Was it removed or renamed meanwhile?", errno=number)
 
 
 def conflict(store: Store, generation: int) -> SaveConflict:
@@ -57,7 +84,7 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
     unseen = []
     for file in manifest.files:
         name = manifest.file_name(file.rank)
-        if name not in there and not _can_be_opened(store, name):  # the listing of a network file system may be old
+        if name not in there and not can_be_opened(store, name):  # the listing of a network file system may be old
             unseen.append(file.rank)
     if not unseen:
         return
@@ -67,14 +94,6 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
         f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank "
         "that commits, so nothing was committed. Do all ranks share that place, and was it mounted all the time?"
     )
-
-
-def _can_be_opened(store: Store, name: str) -> bool:
-    try:
-        store.reader(name).close()
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def sweep(store: Store, manifest: Manifest) -> None:

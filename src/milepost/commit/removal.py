@@ -21,7 +21,7 @@ import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
-from milepost.commit.find import REMOVED, find, generations, parse, read_manifest
+from milepost.commit.find import REMOVED, generations, newest, parse, read_manifest
 from milepost.commit.publish import delete_all, sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
@@ -34,7 +34,7 @@ _MAX_MARKER_BYTES = 100
 
 def remove_checkpoint(place: Store) -> None:
     """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use."""
-    generation, data = find(place)
+    generation, data, _ = newest(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest)
     if generations(place) != [generation]:
@@ -43,6 +43,17 @@ def remove_checkpoint(place: Store) -> None:
     with suppress(AlreadyExists):  # another job removes it too
         place.create(marker, manifest.save_id.encode())
     finish_removal(place, [marker])
+
+
+def remove_all_generations(place: Store) -> None:
+    """Remove every generation, also damaged ones, because something else has taken their place."""
+    numbers = generations(place)
+    for number in reversed(numbers):  # the newest last: an older one must not become the checkpoint
+        place.delete(manifest_name(number), durable=number == numbers[0])
+    for name in place.list("data/"):
+        aimed = intended_generation(name.split("/")[1])
+        if aimed is not None and numbers and aimed <= numbers[0]:
+            place.delete(name)
 
 
 def finish_removal(place: Store, markers: Iterable[str]) -> None:
@@ -72,6 +83,8 @@ def _marked(place: Store, marker: str) -> str | None:
         return None
     try:
         return read_bytes(reader, 0, min(reader.size_bytes, _MAX_MARKER_BYTES)).decode("ascii", "replace")
+    except FileNotFoundError:
+        return None
     finally:
         reader.close()
 

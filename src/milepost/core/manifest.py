@@ -33,6 +33,7 @@ _SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
 _DICTS = ("dict", "OrderedDict", "defaultdict")
+_OPTIONAL = "replaced"
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -85,6 +86,14 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     checksum: str
 
 
+class ReplacedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The index of another library's checkpoint that was at the same place when this one was committed."""
+
+    name: str
+    size_bytes: int
+    checksum: str
+
+
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The whole content of a checkpoint, except the bytes of its tensors."""
 
@@ -103,6 +112,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     values: tuple[Value, ...]
     per_rank: tuple[PerRankValue, ...]
     files: tuple[ShardFile, ...]
+    replaced: tuple[ReplacedIndex, ...] = ()
 
     def file_name(self, rank: int) -> str:
         """The name of the shard file that `rank` wrote."""
@@ -144,6 +154,8 @@ def seal(manifest: Manifest) -> bytes:
     lines = []
     for name in Manifest.__struct_fields__:
         field = getattr(manifest, name)
+        if name == _OPTIONAL and not field:
+            continue
         if isinstance(field, tuple):
             # A row on a line: JSON has no raw newline inside a row.
             rows = _ENCODER.encode_lines(field).rstrip(b"\n").replace(b"\n", b",\n  ").decode()

@@ -232,7 +232,7 @@ class _Placer:
     def __call__(self, job: _ReadJob) -> None:
         if self._direct and _is_cold(job):
             views = [self._block.view[: job.stop - job.start]]
-            job.file.reader.read_cold(job.file.header.header_bytes + job.start, views[0])
+            job.file.read_cold(job.start, views[0])
             if self._verify:
                 job.file.check(job.start, views)
             count = self._copy(job.pieces, job)

@@ -27,6 +27,7 @@ MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
 _WARM_BYTES = 1024 * KIB
 """How much is read before it is checked: it is still in the processor's cache then."""
+_REMOVED = "was removed while it was read"
 MAX_OPEN = 64
 """How many files stay open at once: a checkpoint of a large job has more than a process may open."""
 
@@ -55,12 +56,8 @@ class VerifiedFile:
             raise
 
     def _open(self, store: Store, record: ShardFile) -> Reader:
-        try:
+        with self._present("is missing"):
             reader = store.reader(self.name)
-        except FileNotFoundError:
-            raise CheckpointDamaged(
-                f"{self.where} is missing. If a newer save replaced this checkpoint, or it was removed, open one again."
-            ) from None
         if reader.size_bytes != record.size_bytes:
             reader.close()
             raise CheckpointDamaged(
@@ -68,14 +65,24 @@ class VerifiedFile:
             )
         return reader
 
+    @contextlib.contextmanager
+    def _present(self, what: str) -> Iterator[None]:
+        """Turn FileNotFoundError into CheckpointDamaged."""
+        try:
+            yield
+        except FileNotFoundError:
+            raise CheckpointDamaged(
+                f"{self.where} {what}. If a newer save replaced this checkpoint, or it was removed, open one again."
+            ) from None
+
     def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
         """Header and table of checksums, checked against the manifest."""
-        head = read_bytes(self.reader, 0, record.header_bytes)
+        head = self._bytes(0, record.header_bytes)
         data_bytes = _data_bytes(record.size_bytes - record.header_bytes, self.block_bytes)
         table_bytes = record.size_bytes - record.header_bytes - data_bytes
         if table_bytes > MAX_TABLE_BYTES:
             raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
-        table = read_bytes(self.reader, record.header_bytes + data_bytes, table_bytes)
+        table = self._bytes(record.header_bytes + data_bytes, table_bytes)
         if seal_of(head, table) != record.checksum:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
@@ -113,12 +120,25 @@ class VerifiedFile:
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
         """Fill the views with the data from `start`, where a block starts. Raises CheckpointDamaged, naming entries."""
         if not verify:
-            self.reader.read(self.header.header_bytes + start, views)
+            self._fill(start, views)
             return
         for part in _slices(views, max(_WARM_BYTES, self.block_bytes)):
-            self.reader.read(self.header.header_bytes + start, part)
+            self._fill(start, part)
             self.check(start, part)
             start += sum(map(len, part))
+
+    def read_cold(self, start: int, block: memoryview) -> None:
+        """Fill page-aligned memory with the data from `start`, past the page cache. Checks nothing."""
+        with self._present(_REMOVED):
+            self.reader.read_cold(self.header.header_bytes + start, block)
+
+    def _fill(self, start: int, views: Sequence[memoryview]) -> None:
+        with self._present(_REMOVED):
+            self.reader.read(self.header.header_bytes + start, views)
+
+    def _bytes(self, start: int, count: int) -> bytes:
+        with self._present(_REMOVED):
+            return read_bytes(self.reader, start, count)
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
         """Check the data that was read from `start`, where a block starts. Raises CheckpointDamaged, naming entries."""

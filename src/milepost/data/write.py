@@ -26,7 +26,7 @@ from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
 from milepost.data.transfer import Meter, Transfer, run_all
-from milepost.errors import InvalidState
+from milepost.errors import AlreadyExists, InvalidState
 from milepost.store import Store, Writer
 
 W = TypeVar("W", bound=Writer)
@@ -51,10 +51,12 @@ class Written(msgspec.Struct, frozen=True):
 
 @contextlib.contextmanager
 def committed(writer: W) -> Iterator[W]:
-    """Commit the file at the end of the block. On any error nothing of it remains."""
+    """Commit the file at the end of the block. On any error nothing of it remains, except after AlreadyExists."""
     try:
         yield writer
         writer.commit()
+    except AlreadyExists:
+        raise  # perhaps by this very commit; the caller looks
     except BaseException:
         writer.abort()
         raise
@@ -86,12 +88,35 @@ def write_shard(
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
     source = _EntryBytes(entries, header, transfer.block_bytes)
-    with committed(store.writer(shard_name(save_id, rank), header.size_bytes, direct=transfer.direct)) as writer:
-        writer.write(0, [head])
-        table = _write_blocks(writer, source, transfer, meter, released)
-        writer.write(header.header_bytes + header.data_bytes, [table])
+    name = shard_name(save_id, rank)
+    try:
+        with committed(_start(store, name, header.size_bytes, transfer.direct)) as writer:
+            writer.write(0, [head])
+            table = _write_blocks(writer, source, transfer, meter, released)
+            writer.write(header.header_bytes + header.data_bytes, [table])
+    except AlreadyExists:
+        # Nobody else writes this name: the reply to this very commit was lost.
+        if not _is_there(store, name, header.size_bytes):
+            raise
     seal = seal_of(head, table)
     return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
+
+
+def _start(store: Store, name: str, size_bytes: int, direct: bool) -> Writer:
+    """Start a file. One of this name can only be our own, by a request whose reply was lost: it has no bytes yet."""
+    try:
+        return store.writer(name, size_bytes, direct=direct)
+    except AlreadyExists:
+        store.delete(name)
+        return store.writer(name, size_bytes, direct=direct)
+
+
+def _is_there(store: Store, name: str, size_bytes: int) -> bool:
+    try:
+        with contextlib.closing(store.reader(name)) as reader:
+            return reader.size_bytes == size_bytes
+    except FileNotFoundError:
+        return False
 
 
 def _write_blocks(

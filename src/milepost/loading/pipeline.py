@@ -25,7 +25,7 @@ from milepost.comm import (
     meet,
     together,
 )
-from milepost.commit.find import find, parse, read_manifest
+from milepost.commit.find import find, newest_generation, parse, read_manifest
 from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
@@ -50,6 +50,8 @@ from milepost.store import Store
 
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
+_REOPENED = 3
+"""How often a load starts again because a newer save replaced what it was reading."""
 _log = logging.getLogger("milepost")
 
 
@@ -70,6 +72,7 @@ class _Judgement(msgspec.Struct, frozen=True, array_like=True):
 
 # The steps of a load.
 _OPENING = Announcement("opening", Wire(_Opened))
+_REOPENING = Announcement("opening again", Wire(bool))
 _MATCHING = Meeting("matching", Wire(RankMatch), Wire(_Judgement))
 _SHARING_OUT = Meeting("sharing out", Wire(dict[str, bytes]), Wire(bool))
 _SENDING = Meeting("sending", Wire(dict[str, bytes]), Wire(NoneType))
@@ -78,17 +81,37 @@ _EXPLAINING = Meeting("matching", Wire(RankMatch), Wire(LoadReport))
 
 
 def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> Any:
-    """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank."""
+    """Load into `state` on all ranks of `comm`, and give it back. Raises the same error on every rank.
+
+    A newer save may replace a checkpoint while it is being read, and sweep it. Then the newer one is loaded. It fills
+    all that the first one would have filled, except with `allow_missing`: there the error is raised.
+    """
     with calling(comm, Call("loading", store.url)) as call:
-        return _load(state, store, comm, call, options)
+        for left in reversed(range(_REOPENED + 1)):
+            opened = open_together(store, comm, call)
+            try:
+                return _load(state, opened, comm, call, options)
+            except CheckpointDamaged:
+                # The coordinator decides for all. Every rank is here: the error was raised by a step, on all of them.
+                found = opened.result
+                if not left or not broadcast(comm, call, _REOPENING, lambda: _may_reopen(store, found, options)):  # noqa: B023
+                    raise
+    raise AssertionError
 
 
-def _load(state: Any, store: Store, comm: Comm, call: Call, options: LoadOptions) -> Any:
+def _may_reopen(store: Store, opened: Files | None, options: LoadOptions) -> bool:
+    """Whether a newer checkpoint has replaced the one that was opened, and a load of it would leave nothing of that."""
+    return (
+        opened is not None and not options.allow_missing and 0 < opened.manifest.generation < newest_generation(store)
+    )
+
+
+def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: LoadOptions) -> Any:
+    """Load the checkpoint that the ranks have opened."""
     describer = Describer(comm)
-    opened = open_together(store, comm, call)
     match, share = _match(state, opened, comm, call, options)
     files = opened.get()
-    meter = Meter("load", store.url, options.progress if comm.rank == comm.coordinator else None)
+    meter = Meter("load", call.place, options.progress if comm.rank == comm.coordinator else None)
     target = defer(comm, lambda: allocate(match, describer, options.device))
     exchanges = _share_out(target, describer, comm, call, options.transfer.memory_bytes) if share else []
 

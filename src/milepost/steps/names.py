@@ -4,11 +4,12 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from milepost.errors import InvalidRequest, StorageError, UnsafeCheckpoint
 from milepost.store import LocalStore, Store
 from milepost.store.base import check_name
+from milepost.store.folders import again
 
 OWN_NAMES = "step-{step:010}"
 """How the folders of steps are named, unless the caller says otherwise: names sort as steps do."""
@@ -112,6 +113,12 @@ class StepNames:
         return own if own is not None else next((s for p in self.others if (s := p.step(name)) is not None), None)
 
 
+def _entries(root: LocalStore) -> list[tuple[str, bool]]:
+    with os.scandir(root.root) as entries:
+        plain = (entry for entry in entries if not entry.is_symlink())
+        return [(e.name, e.is_file()) for e in plain if e.is_file() or e.is_dir()]
+
+
 def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """The names directly under a root, and whether each is a file. Links are not among them.
 
@@ -119,10 +126,7 @@ def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]
     """
     if isinstance(root, LocalStore):
         try:
-            with os.scandir(root.root) as entries:
-                for entry in entries:
-                    if entry.is_dir(follow_symlinks=False) or entry.is_file(follow_symlinks=False):
-                        yield entry.name, not entry.is_dir(follow_symlinks=False)
+            yield from again(partial(_entries, root))
         except FileNotFoundError:
             return
         except OSError as error:

@@ -6,6 +6,7 @@ old steps are removed, and are never removed by a rule.
 
 import logging
 import operator
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
@@ -25,7 +26,7 @@ MAX_STEP = 9_999_999_999
 """The last step whose name sorts behind all others."""
 METRICS = "metrics"
 """The key in a checkpoint's metadata under which its metrics stand."""
-_TRIES = 20
+_PAUSES_S = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,13 +142,14 @@ class Shelf:
 
     def _committed(self) -> dict[int, int]:
         """The newest generation of each step that has one."""
-        for _ in range(_TRIES):
+        for pause_s in _PAUSES_S:
             names = self._names()
             numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
             committed = {step: max(found) for step, found in numbers.items() if found}
             if committed or not names:
                 return committed
             # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
+            time.sleep(pause_s)
         return {}
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:

@@ -1,4 +1,16 @@
-"""The storage port: what a store must do to hold checkpoints. Names are relative, with `/` between parts."""
+"""The storage port: what a store must do to hold checkpoints. Names are relative, with `/` between parts.
+
+A reply can be lost after the request took effect. Then the call raises; or the store repeats the request, and finds its
+own object there. So an error never proves that nothing happened, and `AlreadyExists` never proves that somebody else
+was first. Whoever gets it looks:
+
+* `create`: whose content has the name? The caller's own: done.
+* `writer` and `Writer.commit`: callers use names that nobody else uses. So what is there is their own: after `writer`
+  they delete it and start again; after `commit`, an object of the right size is whole.
+* `delete`: a name that is gone is success.
+
+`milepost.testing.ReplyLosingStore` makes any store lose its replies.
+"""
 
 from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
@@ -21,7 +33,10 @@ class Writer(Protocol):
         """Write all of `views`, one after the other, at `offset`. Raises StorageError when the store refuses."""
 
     def commit(self) -> None:
-        """Return once the object is whole and survives power loss under its name."""
+        """Return once the object is whole and survives power loss under its name.
+
+        A store whose replies can be lost may raise AlreadyExists though this very call has made the object.
+        """
 
     def abort(self) -> None:
         """Give up: nothing of the object remains. Never raises."""
@@ -35,7 +50,11 @@ class Reader(Protocol):
         """The size of the object."""
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of `views`, one after the other, from `offset`. Raises StorageError where the object is shorter."""
+        """Fill all of `views`, one after the other, from `offset`.
+
+        Raises StorageError where the object is shorter, FileNotFoundError where it was removed meanwhile. (A store may
+        also go on reading a removed object.)
+        """
 
     def is_cold(self, offset: int, length: int) -> bool:
         """Whether a range would come from the device, and `read_cold` would be the faster way to get it."""
@@ -69,7 +88,8 @@ class Store(Protocol):
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
         """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room.
 
-        `direct=False`: do not bypass the operating system's cache.
+        `direct=False`: do not bypass the operating system's cache. A store whose replies can be lost may raise
+        AlreadyExists for an object that this very call began.
         """
 
     def reader(self, name: str) -> Reader:

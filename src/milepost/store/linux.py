@@ -1,4 +1,4 @@
-"""Linux file operations that Python's `os` lacks. Where one is missing or refused, nothing happens."""
+"""Linux file operations that Python's `os` lacks. Where one is missing or refused, each says what happens."""
 
 import ctypes
 import errno
@@ -34,6 +34,10 @@ _map = _function(
     result=ctypes.c_void_p,
 )
 _unmap = _function("munmap", ctypes.c_void_p, ctypes.c_size_t)
+_syncfs = _function("syncfs", ctypes.c_int)
+_rename = _function("renameat2", ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_HERE, _NO_REPLACE = -100, 1  # AT_FDCWD, RENAME_NOREPLACE
+_UNKNOWN_FLAG = {errno.ENOSYS, errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 
 
 def preallocate(handle: int, size_bytes: int) -> None:
@@ -45,6 +49,25 @@ def preallocate(handle: int, size_bytes: int) -> None:
         return
     if _fallocate(handle, 0, 0, size_bytes) != 0 and ctypes.get_errno() in _FULL:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def sync_file_system(handle: int) -> None:
+    """Return once all of the file system that a handle is on is durable. Raises OSError."""
+    if _syncfs is None:
+        os.sync()
+    elif _syncfs(handle) != 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+def rename_to_free_name(source: str, target: str) -> None:
+    """Rename a file. Raises FileExistsError for a taken name, where the file system can tell; else it is replaced."""
+    if _rename is None:
+        os.rename(source, target)
+    elif _rename(_HERE, os.fsencode(source), _HERE, os.fsencode(target), _NO_REPLACE) != 0:
+        number = ctypes.get_errno()
+        if number not in _UNKNOWN_FLAG:
+            raise OSError(number, os.strerror(number), source, None, target)
+        os.rename(source, target)
 
 
 def start_writeback(handle: int, offset: int, length: int) -> None:

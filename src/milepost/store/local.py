@@ -12,6 +12,7 @@ import stat
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from milepost.core.limits import MIB, PAGE_BYTES
@@ -19,16 +20,25 @@ from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheck
 from milepost.store import linux
 from milepost.store.advice import explain
 from milepost.store.base import CLAIM, Buffer, check_name
+from milepost.store.folders import (
+    again,
+    create_file,
+    explained,
+    folder_inside,
+    is_gone,
+    open_inside,
+    remove_empty,
+    sync_folders,
+    sync_nearest,
+)
 
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NOT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _DIRECT_FROM_BYTES = 4 * MIB
 """Smaller files go through the page cache: they gain nothing, and their readers find them there."""
 _WRITE_OUT_BYTES = MIB // 2
 _AT_ONCE_BYTES = MIB
 _VECTORS = 1024  # IOV_MAX
-_TRIES = 20
 
 
 class LocalStore:
@@ -51,16 +61,15 @@ class LocalStore:
     def create(self, name: str, data: bytes) -> None:
         """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
         path = self._path(name)
-        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
-        writer = self.writer(temporary, len(data))
+        temporary, writer = self._temporary(name, len(data))
         try:
             writer.write(0, [data])
             writer.commit()
-            with _explained("publish", path):
-                self._publish(self._path(temporary), path)
+            with explained("publish", path):
+                self._publish(temporary, path, data)
             try:
-                with _explained("sync", path):
-                    _sync_folders(path.parent, self.root)
+                with explained("sync", path):
+                    sync_folders(path.parent, self.root)
             except StorageError as error:
                 # A caller that sees a failure must not find the object there.
                 with contextlib.suppress(OSError):
@@ -70,62 +79,78 @@ class LocalStore:
         finally:
             writer.abort()
 
-    def _publish(self, temporary: Path, path: Path) -> None:
+    def _temporary(self, name: str, size_bytes: int) -> "tuple[Path, LocalWriter]":
+        """A file beside the name. No other process takes the same one, so a taken one is ours: its reply was lost."""
+        temporary = f"{name}.{secrets.token_hex(8)}.tmp"
+        try:
+            writer = self.writer(temporary, size_bytes)
+        except AlreadyExists:
+            self.delete(temporary)
+            writer = self.writer(temporary, size_bytes)
+        return self._path(temporary), writer
+
+    def _publish(self, temporary: Path, path: Path, data: bytes) -> None:
         """Give the finished file its name, unless that is taken."""
         try:
             os.link(temporary, path)
-        except FileExistsError:
-            # NFS repeats a request whose reply was lost: then the name leads to this very file, and it is done.
-            if not _are_one_file(temporary, path):
-                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-        except FileNotFoundError:
-            # The process that committed this name first may have removed our temporary file.
-            if path.exists():
-                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-            raise
         except OSError as error:
+            # NFS repeats a request whose reply was lost. If the name leads to this very file, it is done, whatever the
+            # repetition said.
+            if _are_one_file(temporary, path):
+                return
+            # Not found: the process that committed this name first may have removed our temporary file.
+            if isinstance(error, FileExistsError) or (is_gone(error) and path.exists()):
+                raise _taken(path) from None
             if error.errno not in _NO_LINKS:
                 raise
-            # No hard links here (some FUSE file systems): the process that creates the claim may rename. If it dies in
-            # between, the claim stays and this name is never used; `commit.attempt.take_aim` skips it.
-            claim = path.with_name(path.name + CLAIM)
+            self._publish_by_rename(temporary, path, data)
+
+    def _publish_by_rename(self, temporary: Path, path: Path, data: bytes) -> None:
+        """The same without hard links (some FUSE file systems): the process that creates the claim may rename.
+
+        If it dies in between, the claim stays and this name is never used; `commit.attempt.take_aim` skips it.
+        """
+        claim = path.with_name(path.name + CLAIM)
+        try:
+            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
+        except FileExistsError:
+            raise _taken(path) from None
+        try:
+            # A rename replaces, and a file system may remember for a while that a name was free. So it is looked for in
+            # a new listing, too, and afterwards it must lead to what was renamed.
+            if os.path.lexists(path) or path.name in os.listdir(path.parent):
+                raise _taken(path)
             try:
-                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
-            except FileExistsError:
-                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
-            try:
-                if path.exists():
-                    raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST)
-                os.rename(temporary, path)
-            finally:
+                linux.rename_to_free_name(str(temporary), str(path))
+            except OSError:
+                if not _holds(path, data):  # the reply to a rename can be lost as well
+                    raise
+            if not _holds(path, data):
+                raise _taken(path)
+        except FileExistsError:
+            raise _taken(path) from None
+        finally:
+            with contextlib.suppress(OSError):  # it does no harm, and is swept
                 os.unlink(claim)
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "LocalWriter":
         """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
         path = self._path(name)
-        with _explained("create", path):
+        with explained("create", path):
             try:
-                handle = _create_file(self.root, check_name(name), self._made)
+                handle = create_file(self.root, check_name(name), self._made)
             except FileExistsError:
-                raise AlreadyExists(f"{path} exists already", errno=errno.EEXIST) from None
+                raise _taken(path) from None
             except BaseException:
-                _remove_empty(path.parent, self.root, self._made)
+                remove_empty(path.parent, self.root, self._made)
                 raise
         return LocalWriter(path, handle, self.root, size_bytes, direct, self._made)
 
     def reader(self, name: str) -> "LocalReader":
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
         path = self._path(name)
-        with _explained("open", path):
-            handle = _open_inside(self.root, check_name(name), os.O_RDONLY | os.O_NONBLOCK)
-        try:
-            status = os.fstat(handle)
-            if not stat.S_ISREG(status.st_mode):
-                raise UnsafeCheckpoint(f"{path} is not a regular file; a checkpoint holds nothing else")
-        except BaseException:
-            os.close(handle)
-            raise
-        return LocalReader(path, handle, status.st_size)
+        with explained("open", path):
+            return LocalReader(path, lambda: again(partial(_open_to_read, self.root, check_name(name))))
 
     def list(self, prefix: str) -> Iterator[str]:
         """The names that start with `prefix`; folders that cannot match are not opened, links are not followed."""
@@ -133,14 +158,15 @@ class LocalStore:
         while pending:
             here = pending.pop()
             try:
-                entries = list(os.scandir(self.root / here))
-            except (FileNotFoundError, NotADirectoryError):
-                continue
+                entries = again(partial(_entries, self.root / here))
             except OSError as error:
+                # A folder inside that is stale was removed. If the store's own is, nothing can be said about it.
+                if is_gone(error) and (here or error.errno != errno.ESTALE):
+                    continue
                 raise StorageError(f"cannot list {self.root / here}: {explain(error)}", errno=error.errno) from error
-            for entry in entries:
-                name = f"{here}/{entry.name}" if here else entry.name
-                if entry.is_dir(follow_symlinks=False):
+            for entry, is_folder in entries:
+                name = f"{here}/{entry}" if here else entry
+                if is_folder:
                     if name.startswith(prefix) or prefix.startswith(f"{name}/"):
                         pending.append(name)
                 elif name.startswith(prefix):
@@ -152,16 +178,13 @@ class LocalStore:
         `durable`: its folder is synced, whether the object was still there or not.
         """
         path = self._path(name)
-        with _explained("delete", path), contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            folder = _folder_inside(self.root, check_name(name))
-            try:
-                os.unlink(path.name, dir_fd=folder)
-            finally:
-                os.close(folder)
+        gone = contextlib.suppress(FileNotFoundError)
+        with gone, explained("delete", path), contextlib.suppress(NotADirectoryError):
+            again(partial(_unlink_inside, self.root, check_name(name)))
         if durable:
-            with _explained("sync", path):
-                _sync_nearest(path.parent)
-        _remove_empty(path.parent, self.root, self._made)
+            with explained("sync", path):
+                sync_nearest(path.parent)
+        remove_empty(path.parent, self.root, self._made)
 
     def _path(self, name: str) -> Path:
         return self.root.joinpath(*check_name(name))
@@ -180,7 +203,7 @@ class LocalWriter:
         self._made = set() if made is None else made
         self._direct: int | None = None
         try:
-            with _explained("make room for", path):
+            with explained("make room for", path):
                 linux.preallocate(handle, size_bytes)
             if direct and size_bytes >= _DIRECT_FROM_BYTES:
                 self._direct = linux.direct_handle(handle, os.O_WRONLY)
@@ -192,7 +215,7 @@ class LocalWriter:
     def write(self, offset: int, views: Sequence[Buffer]) -> None:
         """Write all of `views`, one after the other, at `offset`."""
         parts = [memoryview(view).cast("B") for view in views if len(view)]
-        with _explained("write", self._path), _no_end(self._path):
+        with explained("write", self._path), _no_end(self._path):
             if self.aligned and len(parts) == 1 and _is_aligned(offset, parts[0]):
                 done = self._write_direct(offset, parts[0])
                 offset, parts = offset + done, [parts[0][done:]]
@@ -222,10 +245,10 @@ class LocalWriter:
 
     def commit(self) -> None:
         """Return once the file and the folders that lead to it survive power loss."""
-        with _explained("sync", self._path):
+        with explained("sync", self._path):
             os.fsync(self._handle)
             self._close()
-            _sync_folders(self._path.parent, self._root)
+            sync_folders(self._path.parent, self._root)
 
     def abort(self) -> None:
         """Remove the file, whether finished or not."""
@@ -233,7 +256,7 @@ class LocalWriter:
             self._close()
         with contextlib.suppress(OSError):
             os.unlink(self._path)
-        _remove_empty(self._path.parent, self._root, self._made)
+        remove_empty(self._path.parent, self._root, self._made)
 
     def _close(self) -> None:
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
@@ -248,8 +271,10 @@ class LocalWriter:
 class LocalReader:
     """An open file."""
 
-    def __init__(self, path: Path, handle: int, size_bytes: int) -> None:
-        self._path, self._handle, self._size = path, handle, size_bytes
+    def __init__(self, path: Path, opening: "Callable[[], tuple[int, int]]") -> None:
+        self._path, self._opening = path, opening
+        self._handle, self._size = opening()
+        self._stale: list[int] = []
         self._lock = threading.Lock()
         self._direct: int | None = None
         self._residency: linux.Residency | None = None
@@ -260,13 +285,34 @@ class LocalReader:
         return self._size
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
-        """Fill all of `views`, one after the other, from `offset`."""
-        with _explained("read", self._path):
+        """Fill all of `views`, one after the other, from `offset`. Raises FileNotFoundError for a removed file."""
+        with explained("read", self._path):
+            handle = self._handle
             try:
-                _move_all(os.preadv, self._handle, offset, views)
-            except EOFError:
-                end = offset + sum(map(len, views))
-                raise StorageError(f"{self._path} ends before byte {end}") from None
+                self._read(handle, offset, views)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+                self._read(self._open_again(handle), offset, views)
+
+    def _read(self, handle: int, offset: int, views: Sequence[memoryview]) -> None:
+        try:
+            _move_all(os.preadv, handle, offset, views)
+        except EOFError:
+            end = offset + sum(map(len, views))
+            raise StorageError(f"{self._path} ends before byte {end}") from None
+
+    def _open_again(self, stale: int) -> int:
+        """A new handle on the file, where a network file system has given up the old one. Once for all threads."""
+        with self._lock:
+            if self._handle == stale:
+                handle, size = self._opening()
+                if size != self._size:
+                    os.close(handle)
+                    raise FileNotFoundError(errno.ENOENT, "Replaced by another file", str(self._path))
+                self._stale.append(stale)  # other threads may still use it
+                self._handle = handle
+            return self._handle
 
     def is_cold(self, offset: int, length: int) -> bool:
         """Whether a range is not in the page cache, and can be read past it."""
@@ -279,7 +325,7 @@ class LocalReader:
     def read_cold(self, offset: int, block: memoryview) -> None:
         """Fill page-aligned memory from a page-aligned offset, past the page cache."""
         done, length = 0, len(block) // PAGE_BYTES * PAGE_BYTES
-        with _explained("read", self._path), contextlib.suppress(_Refused):
+        with explained("read", self._path), contextlib.suppress(_Refused):
             while self._direct is not None and done < length:
                 count = _read_direct(self._direct, block[done:length], offset + done)
                 done += count
@@ -292,24 +338,26 @@ class LocalReader:
         handle, direct, self._handle, self._direct = self._handle, self._direct, -1, None
         if self._residency is not None:
             self._residency.close()
-        for one in (handle, direct):
-            if one is not None and one >= 0:
+        for number in (*self._stale, handle, -1 if direct is None else direct):
+            if number >= 0:
                 with contextlib.suppress(OSError):  # the mount is gone; the handle is closed nevertheless
-                    os.close(one)
+                    os.close(number)
+        self._stale.clear()
 
     def __del__(self) -> None:
-        self.close()
+        if hasattr(self, "_residency"):  # it was opened
+            self.close()
 
 
 class _Refused(Exception):
-    """The file system does no direct I/O here after all."""
+    """The file system does no direct I/O here after all, or not any more."""
 
 
 def _read_direct(handle: int, view: memoryview, offset: int) -> int:
     try:
         return os.preadv(handle, [view], offset)
     except OSError as error:
-        if error.errno in _NOT_DIRECT:
+        if error.errno in _NOT_DIRECT or error.errno == errno.ESTALE:
             raise _Refused from None
         raise
 
@@ -357,91 +405,8 @@ def _batch(pending: deque[memoryview]) -> list[memoryview]:
     return batch
 
 
-def _open_inside(root: Path, parts: tuple[str, ...], flags: int, make: bool = False) -> int:
-    """Open a file below `root` without following a link anywhere on the way. FIFOs do not block, given O_NONBLOCK."""
-    folder = _folder_inside(root, parts, make)
-    try:
-        return os.open(parts[-1], flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666, dir_fd=folder)
-    except OSError as error:
-        raise _unsafe(error, root, parts) from None
-    finally:
-        os.close(folder)
-
-
-def _folder_inside(root: Path, parts: tuple[str, ...], make: bool = False) -> int:
-    """Open the folder that a name lies in, step by step from `root`; `make`: create missing folders."""
-    folder = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        for part in parts[:-1]:
-            if make:
-                _make_folder(part, folder)
-            inner = os.open(part, _FOLDER, dir_fd=folder)
-            os.close(folder)
-            folder = inner
-    except OSError as error:
-        os.close(folder)
-        raise _unsafe(error, root, parts) from None
-    return folder
-
-
-def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
-    """An UnsafeCheckpoint where a link or special file was met, else the given error."""
-    # ELOOP for a link in the last place; ENOTDIR for one (or a file) in a folder's place; ENXIO for a socket.
-    if error.errno not in (errno.ELOOP, errno.ENOTDIR, errno.ENXIO):
-        return error
-    where = root.joinpath(*parts)
-    return UnsafeCheckpoint(f"{where} is or goes through a link or special file; a checkpoint holds none")
-
-
-def _create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
-    """Open a new file for writing, and make the folders it needs; `made` gets those that are not below `root`."""
-    for _ in range(_TRIES):
-        # Another save that cleans up may remove a folder between the two calls, while it is still empty.
-        with contextlib.suppress(FileNotFoundError):
-            _make_folders(root, made)
-            return _open_inside(root, parts, os.O_CREAT | os.O_EXCL | os.O_WRONLY, make=True)
-    dangling = next(
-        (f"{one} is a link to nothing" for one in (root, *root.parents) if one.is_symlink() and not one.exists()), ""
-    )
-    why = dangling or "another process keeps removing its folder, or it cannot be made"
-    raise StorageError(f"cannot create {root.joinpath(*parts)}: {why}")
-
-
-def _make_folders(folder: Path, made: set[Path]) -> None:
-    """Make a folder and its parents. Each new one is synced into its parent: without that, a power cut can undo it."""
-    if folder.is_dir():
-        return
-    _make_folders(folder.parent, made)
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(folder)
-        made.add(folder)
-    _sync_folder(folder.parent)
-
-
-def _make_folder(name: str, parent: int) -> None:
-    """Make one folder inside an open one, if it is missing, and sync the open one."""
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, dir_fd=parent)
-        os.fsync(parent)
-
-
-def _remove_empty(folder: Path, root: Path, made: set[Path]) -> None:
-    """Remove a folder below `root` and its parents while they are empty; `root` and above only if in `made`.
-
-    A process that is about to create a file in one of them makes it again: see `_create_file`.
-    """
-    with contextlib.suppress(OSError):  # not empty
-        while folder != root:
-            _remove_folder(folder)
-            folder = folder.parent
-        for folder in sorted(made, reverse=True):  # the innermost first
-            _remove_folder(folder)
-            made.discard(folder)
-
-
-def _remove_folder(folder: Path) -> None:
-    with contextlib.suppress(FileNotFoundError):  # never made, or another rank was faster
-        os.rmdir(folder)
+def _taken(path: Path) -> AlreadyExists:
+    return AlreadyExists(f"{path} exists already", errno=errno.EEXIST)
 
 
 def _are_one_file(one: Path, other: Path) -> bool:
@@ -451,33 +416,42 @@ def _are_one_file(one: Path, other: Path) -> bool:
         return False
 
 
-def _sync_folders(folder: Path, root: Path) -> None:
-    """Sync the entries of everything from `folder` up to `root`, and of `root` in its parent.
-
-    Not only of folders that this process made: the process that made them may have died before its sync.
-    """
-    while True:
-        _sync_folder(folder)
-        if folder in (root.parent, folder.parent):
-            return
-        folder = folder.parent
-
-
-def _sync_nearest(folder: Path) -> None:
-    """Sync a folder or, where it is gone, the one that it is gone from."""
-    while True:
-        try:
-            return _sync_folder(folder)
-        except FileNotFoundError:
-            folder = folder.parent
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def _holds(path: Path, data: bytes) -> bool:
+    """Whether a file has this content."""
     try:
-        os.fsync(handle)
-    finally:
+        return path.stat().st_size == len(data) and path.read_bytes() == data
+    except OSError:
+        return False
+
+
+def _open_to_read(root: Path, parts: tuple[str, ...]) -> tuple[int, int]:
+    """A handle on a regular file, and its size."""
+    try:
+        handle = open_inside(root, parts, os.O_RDONLY | os.O_NONBLOCK)
+    except NotADirectoryError:  # the store's folder is a file: there is nothing in it
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(root.joinpath(*parts))) from None
+    try:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise UnsafeCheckpoint(f"{root.joinpath(*parts)} is not a regular file; a checkpoint holds nothing else")
+    except BaseException:
         os.close(handle)
+        raise
+    return handle, status.st_size
+
+
+def _entries(folder: Path) -> list[tuple[str, bool]]:
+    """The names in a folder, and whether each is a folder; links are not followed."""
+    with os.scandir(folder) as entries:
+        return [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+
+
+def _unlink_inside(root: Path, parts: tuple[str, ...]) -> None:
+    folder = folder_inside(root, parts)
+    try:
+        os.unlink(parts[-1], dir_fd=folder)
+    finally:
+        os.close(folder)
 
 
 @contextlib.contextmanager
@@ -486,14 +460,3 @@ def _no_end(path: Path) -> Iterator[None]:
         yield
     except EOFError:
         raise StorageError(f"cannot write {path}: the file system accepts no more bytes and gives no reason") from None
-
-
-@contextlib.contextmanager
-def _explained(action: str, path: Path) -> Iterator[None]:
-    """Turn an OSError into one that says what was tried, where, and what to do."""
-    try:
-        yield
-    except (StorageError, FileNotFoundError):
-        raise
-    except OSError as error:
-        raise StorageError(f"cannot {action} {path}: {explain(error)}", errno=error.errno) from error

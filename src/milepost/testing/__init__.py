@@ -1,4 +1,4 @@
-"""Tools for tests: ranks as threads that fail or stall, stores that die or lose power, and a simulator.
+"""Tools for tests: ranks as threads that fail or stall, stores that die, lose power or lose replies, and a simulator.
 
 Milepost's own tests use them. The simulator answers "will my 512 -> 384 resume work, and what will it read?" in one
 process, without data.
@@ -7,13 +7,14 @@ process, without data.
 from milepost.core.table import TensorRow
 from milepost.testing.ranks import TroubledComm, run_ranks
 from milepost.testing.simulate import SimulatedLoad, SimulatedSave, on_mesh, simulate_load, simulate_save
-from milepost.testing.stores import CountingStore, Crash, CrashingStore
+from milepost.testing.stores import CountingStore, Crash, CrashingStore, ReplyLosingStore
 from milepost.testing.unsynced import UnsyncedStore
 
 __all__ = [
     "CountingStore",
     "Crash",
     "CrashingStore",
+    "ReplyLosingStore",
     "SimulatedLoad",
     "SimulatedSave",
     "TensorRow",

@@ -1,13 +1,17 @@
-"""Stores that count their calls, and fail or die at a chosen call."""
+"""Stores that count their calls, fail or die at a chosen call, or lose the replies to their requests."""
 
+import errno
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Literal, TypeVar, get_args
 
+from milepost.errors import AlreadyExists, StorageError
 from milepost.store import Reader, Store, Writer
 from milepost.store.base import Buffer
 
 T = TypeVar("T")
+Request = Literal["create", "writer", "commit", "delete"]
+"""The requests that change a store."""
 
 
 class Crash(BaseException):
@@ -125,3 +129,49 @@ class CrashingStore(CountingStore):
 
 def _crash() -> None:
     raise Crash
+
+
+class ReplyLosingStore(CountingStore):
+    """A store whose replies are lost, as on a network: of the first request of each kind for each name.
+
+    `requests`: which kinds. `after=True`: the request took effect, and its reply was lost; `after=False`: the request
+    itself was lost. `repeats=True`: the store sends it again, as NFS does, and finds its own object there; else the
+    caller gets a StorageError (ETIMEDOUT). `lost` counts the losses.
+
+    >>> store = milepost.testing.ReplyLosingStore(milepost.store.MemoryStore(), repeats=True)
+    >>> _ = milepost.save({"step": 7}, store)
+    >>> milepost.open(store)["step"], store.lost > 0
+    (7, True)
+    """
+
+    def __init__(
+        self,
+        inner: Store,
+        requests: Collection[Request] = get_args(Request),
+        *,
+        after: bool = True,
+        repeats: bool = False,
+    ) -> None:
+        super().__init__(inner)
+        self.lost = 0
+        self._requests, self._after, self._repeats = frozenset(requests), after, repeats
+        self._met: set[str] = set()
+
+    def run(self, call: str, action: Callable[[], T]) -> T:
+        """Count one call and run it; lose its reply if it is the first of its kind for this name."""
+        kind = call.split(" ", 1)[0]
+        with self._lock:
+            loses = kind in self._requests and call not in self._met
+            self._met.add(call)
+            self.lost += loses
+        if not loses:
+            return super().run(call, action)
+        if self._after:
+            result = super().run(call, action)
+            if self._repeats and kind == "delete":
+                return result
+        elif self._repeats:
+            return super().run(call, action)
+        if self._repeats:
+            raise AlreadyExists(f"{self.url}: {call}: it exists already", errno=errno.EEXIST)
+        raise StorageError(f"{self.url}: {call}: no reply", errno=errno.ETIMEDOUT)

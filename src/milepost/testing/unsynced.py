@@ -197,7 +197,7 @@ class UnsyncedStore:
     def create(self, name: str, data: bytes) -> None:
         """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
         check_name(name)
-        temporary = f"{name}.{secrets.token_hex(4)}.tmp"
+        temporary = f"{name}.{secrets.token_hex(8)}.tmp"
         writer = self.writer(temporary, len(data))
         try:
             writer.write(0, [data])

@@ -7,6 +7,7 @@ from typing import Any
 
 import xxhash
 
+from milepost.commit.beside import METADATA
 from milepost.core.box import Shape
 from milepost.core.dtypes import size_bytes
 from milepost.core.limits import MAX_RANKS, MIB
@@ -34,7 +35,6 @@ from milepost.formats.read.virtual import (
 from milepost.store import Reader, Store
 from milepost.store.base import check_name
 
-METADATA = ".metadata"
 _MAX_METADATA_BYTES = 512 * MIB
 _RANK = re.compile(r"__([0-9]{1,6})_[0-9]+\.distcp")
 

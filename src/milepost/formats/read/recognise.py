@@ -3,9 +3,10 @@
 import contextlib
 from itertools import islice
 
+from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
-from milepost.formats.read.dcp import METADATA, read_dcp
+from milepost.formats.read.dcp import read_dcp
 from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual

@@ -22,10 +22,10 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from milepost.commit.beside import METADATA
 from milepost.core.box import Box
 from milepost.core.limits import MIB
 from milepost.data.late import LateBox
-from milepost.formats.read.dcp import METADATA
 from milepost.formats.write.content import Content, FilePiece
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.torchfile import TensorStub, archive_of

@@ -20,7 +20,11 @@ from types import NoneType
 import xxhash
 
 from milepost.comm import Bytes, Call, Comm, Meeting, defer, meet
+from milepost.commit.beside import METADATA
+from milepost.commit.find import generations
+from milepost.commit.removal import remove_all_generations
 from milepost.core.limits import MIB
+from milepost.core.manifest import manifest_name
 from milepost.core.wire import Wire
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import committed
@@ -194,6 +198,8 @@ class FolderAttempt:
 
     def _reserve(self, plan: FolderPlan) -> str:
         old, left = owned(self.folder, plan.owns)
+        if METADATA in plan.markers:
+            old |= {manifest_name(number) for number in generations(LocalStore(self.folder))}
         refuse_existing(str(self.folder), old, self.overwrite)
         for name in left:
             (self.folder / name).unlink(missing_ok=True)
@@ -213,6 +219,9 @@ class FolderAttempt:
             files.small(name, data)
         names, last = [file.name for file in plan.files], [name for name, _ in plan.last]
         files.publish(names, last, plan.markers, owned(self.folder, plan.owns)[0])
+        if METADATA in plan.markers:
+            # Milepost's own checkpoint here would be the older of two to resume from: see `commit.beside`.
+            remove_all_generations(LocalStore(self.folder))
 
     def _discard(self, files: NewFiles, plan: FolderPlan) -> None:
         if self.comm.rank == self.comm.coordinator:

@@ -1,0 +1,69 @@
+"""On real processes: the coordinator says whether it committed, and a rank with an old view of the folder obeys."""
+
+import pytest
+import torch
+
+import milepost
+from milepost.store import LocalStore
+from milepost.testing import CountingStore, ReplyLosingStore
+from tests.ranks import spawn
+
+
+class SeesNothingNew(CountingStore):
+    """The folder as a machine with an old cache sees it: no manifest of generation 2."""
+
+    def reader(self, name):
+        if name.startswith("manifest-00000002"):
+            raise FileNotFoundError(name)
+        return super().reader(name)
+
+    def list(self, prefix):
+        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
+
+
+class FailsAfterCommit(CountingStore):
+    """A folder that cannot be listed any more once the manifest is there."""
+
+    committed = False
+
+    def before(self, number, call):
+        if self.committed and call.startswith("list manifest-"):
+            raise milepost.StorageError("the server is gone")
+
+    def after(self, number, call):
+        self.committed = self.committed or call == "create manifest-00000002.json"
+
+
+def state(number):
+    return {"w": torch.full((1 << 20,), float(number)), "n": number}
+
+
+def save_with_trouble(rank, folder):
+    milepost.save(state(1), folder)
+    store = SeesNothingNew(LocalStore(folder)) if rank else FailsAfterCommit(LocalStore(folder))
+    with pytest.raises(milepost.StorageError, match="the server is gone"):
+        milepost.save(state(2), store)
+    target = state(0)
+    milepost.load(target, folder)
+    found = target["n"], float(target["w"].min()), float(target["w"].max())
+    milepost.save(state(3), ReplyLosingStore(LocalStore(folder), repeats=True))
+    return found
+
+
+@pytest.mark.slow
+def test_committed_data_stays_though_a_rank_does_not_see_it(tmp_path):
+    assert spawn(2, save_with_trouble, tmp_path) == [(2, 2.0, 2.0)] * 2
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint["n"] == 3
+        assert len(checkpoint.manifest.files) == 2
+        assert checkpoint.verify().ok
+    assert len(list(LocalStore(tmp_path).list(""))) == 3
+
+
+def test_one_process_knows_what_it_committed(tmp_path):
+    """It looks: the manifest is its own, so its data stays."""
+    milepost.save(state(1), tmp_path)
+    with pytest.raises(milepost.StorageError, match="the server is gone"):
+        milepost.save(state(2), FailsAfterCommit(LocalStore(tmp_path)))
+    assert milepost.open(tmp_path).verify().ok
+    assert milepost.open(tmp_path)["n"] == 2
