@@ -5,6 +5,8 @@ import logging
 import threading
 from collections.abc import Callable
 
+from milepost.background.ticket import Permit
+from milepost.data.threads import Latch
 from milepost.errors import SaveCancelled
 from milepost.saving.pipeline import Receipt
 
@@ -24,10 +26,9 @@ class PendingSave:
     True
     """
 
-    def __init__(self, url: str, staged: threading.Event, unread: threading.Event | None = None) -> None:
-        self.url = url
-        self.cancelled = threading.Event()
-        self._staged, self._unread, self._done = staged, unread or staged, threading.Event()
+    def __init__(self, url: str, permit: Permit, staged: Latch, unread: Latch | None = None) -> None:
+        self.url, self._permit = url, permit
+        self._staged, self._unread, self._done = staged, unread or staged, Latch()
         self._lock = threading.Lock()
         self._receipt: Receipt | None = None
         self._error: BaseException | None = None
@@ -43,8 +44,11 @@ class PendingSave:
         return self._staged.is_set()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the state may be changed again. Raises the error of a save that has failed, or TimeoutError."""
-        if not self._staged.wait(timeout_s):
+        """Return when the state may be changed again. Raises the error of a save that has failed, or TimeoutError.
+
+        Interrupted, by Ctrl-C for example, it stops a save that still reads the state, and returns when none does.
+        """
+        if not self._waits_for(self._staged, timeout_s):
             raise TimeoutError(f"the state is not copied yet, after {timeout_s} s; it is being saved to {self.url}")
         if self.done():
             self._raise_error()
@@ -75,7 +79,7 @@ class PendingSave:
         One rank is enough; the others raise SaveCancelled. Raises TimeoutError if the save does not end in time, and
         its error if it failed for another reason.
         """
-        self.cancelled.set()
+        self._permit.withdraw()
         self._wait_done(timeout_s, "it will")
         if self._error is None:
             return False
@@ -95,8 +99,11 @@ class PendingSave:
     # For the saver that runs it.
 
     def join_reading(self) -> None:
-        """Return when the state is no longer read; a copy of it on its way to host memory does not count."""
-        self._unread.wait()
+        """Return when the state is no longer read; a copy of it on its way to host memory does not count.
+
+        Interrupted, it stops a save that still reads the state, and returns when none does.
+        """
+        self._waits_for(self._unread, None)
 
     def join(self) -> None:
         """Return when the save has ended."""
@@ -128,7 +135,7 @@ class PendingSave:
     @property
     def under_way(self) -> bool:
         """Whether the save has not ended. A rank that joined only to report its failure is not counted."""
-        return not self.done() and not self._told
+        return not self.done() and not self._told and not self._permit.withdrawn.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -144,6 +151,22 @@ class PendingSave:
     def untold_error(self) -> BaseException | None:
         """The error, if the save has failed and the caller has not asked."""
         return self._error if self.done() and not self._told else None
+
+    def _waits_for(self, latch: Latch, timeout_s: float | None) -> bool:
+        try:
+            return latch.wait(timeout_s)
+        except BaseException:
+            # The caller may change the state next. A save that reads it now must not be committed.
+            self._stop_reading()
+            raise
+
+    def _stop_reading(self) -> None:
+        while not self._unread.is_set():
+            try:
+                self._permit.withdraw()
+                self._unread.wait()
+            except BaseException:  # noqa: BLE001, S112  # the first interrupt is raised
+                continue
 
     def _wait_done(self, timeout_s: float | None, outlook: str) -> None:
         if not self._done.wait(timeout_s):

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from milepost.background.saver import AsyncSaver, Background
+from milepost.background.engine import Background, SaveEngine
 from milepost.comm import Comm
 
 _log = logging.getLogger("milepost")
@@ -20,7 +20,7 @@ _Key = tuple[int, Background, float]
 class _Shared:
     """A saver, and the ranks that it was made for (None: this process alone), without keeping these alive."""
 
-    saver: AsyncSaver
+    saver: SaveEngine
     ranks: Callable[[], Any]
     outlived: Callable[[], bool]
 
@@ -35,9 +35,9 @@ class SharedSavers:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._savers: dict[_Key, _Shared] = {}
-        self._retired: list[AsyncSaver] = []
+        self._retired: list[SaveEngine] = []
 
-    def get(self, group: "dist.ProcessGroup | Comm | None", background: Background, timeout_s: float) -> AsyncSaver:
+    def get(self, group: "dist.ProcessGroup | Comm | None", background: Background, timeout_s: float) -> SaveEngine:
         """The saver of these ranks: of a process group or a comm; None: of all ranks of the job."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
@@ -49,7 +49,7 @@ class SharedSavers:
                 self._retired.append(found.saver)  # another group had this id, and its last save is still under way
                 found = None
             if found is None:
-                saver = AsyncSaver(background=background, process_group=group, timeout_s=timeout_s)
+                saver = SaveEngine(background=background, process_group=group, timeout_s=timeout_s)
                 found = self._savers[key] = _shared(saver, group)
             return found.saver
 
@@ -82,7 +82,7 @@ class SharedSavers:
                 self._retired.append(one.saver)
 
 
-def _shared(saver: AsyncSaver, group: Any) -> _Shared:
+def _shared(saver: SaveEngine, group: Any) -> _Shared:
     if not isinstance(group, dist.ProcessGroup):
         # A comm, or none: the saver is kept until `close`, and the comm with it.
         return _Shared(saver, lambda: group, lambda: False)

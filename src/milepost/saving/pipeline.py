@@ -157,8 +157,7 @@ class _Save:
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
         aim = take_aim(self.store, overwrite=self.options.overwrite)
-        # A caller waits while live tensors are written. So they are written once, after the ranks have agreed.
-        plan = self._find_plan(described) if described is not None and not described.live else None
+        plan = self._find_plan(described) if described is not None and not described.is_live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         agreement = plan.id if plan is not None and known else b""
         return _Start(aim, agreement, self.options.on_difference == "warn", self.options.compare_replicas)
@@ -167,8 +166,12 @@ class _Save:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)
 
     def _known_plan(self, described: Described | None, agreement: bytes) -> GroupPlan | None:
-        """The plan of an earlier save by this agreement; None if this rank has none, or its structure changed."""
-        plan = self._find_plan(described) if described is not None else None
+        """The plan of an earlier save by this agreement; None if this rank has none, or its structure changed.
+
+        None also for live data. A caller waits while that is written, and allows the commit only then. So it is
+        written once, after the ranks have agreed.
+        """
+        plan = self._find_plan(described) if described is not None and not described.is_live else None
         return plan if plan is not None and plan.id == agreement else None
 
     def _agree(self, described: Deferred[Described]) -> GroupPlan:

@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 import msgspec
 
 from milepost.api import load, save
+from milepost.background.engine import Background, SaveEngine, WhenBusy
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background, WhenBusy
+from milepost.background.saver import SaveRequest, begin_save, close_after
 from milepost.background.staging import Way
+from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, meet, together
 from milepost.commit.find import find, parse
@@ -106,7 +108,7 @@ class Checkpointer:
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
         self._shelf = Shelf(store_at(path))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
-        self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
+        self._make_saver: Callable[[], SaveEngine] = lambda: SaveEngine(
             background=background,
             stage=stage,
             staging_bytes=staging_bytes,
@@ -114,7 +116,7 @@ class Checkpointer:
             process_group=self._ranks(),
             timeout_s=timeout_s,
         )
-        self._saver: AsyncSaver | None = None
+        self._saver: SaveEngine | None = None
         self._save_planner, self._load_planner = save_planner, load_planner
         self._plans = Plans()
         self._closed = False
@@ -185,31 +187,31 @@ class Checkpointer:
         self._check_open()
         place = self._shelf.place(step)
         metadata, comm = dict(metadata or {}), self._ranks()
-        wrong = unknown_options(options, SAVE_SETTINGS, "a save")
-        if wrong is not None:
-            self._background().refuse(place, wrong)
-        if comm.rank == comm.coordinator:
-            try:
-                metadata = _with_metrics(metadata, metrics)
-            except Exception as error:  # noqa: BLE001  # raised by `refuse`
-                self._background().refuse(place, error)
-        given: SaveKeywords = {"metadata": metadata, "plans": self._background().plans, **self._for_saves, **options}
-        return self._background().save(
-            state,
-            place,
-            stage=stage,
-            optimizer=optimizer,
-            planner=planner if planner is not None else self._save_planner,
-            then=lambda comm: self._retain(comm, step),
-            **given,
-        )
+        planner = planner if planner is not None else self._save_planner
+        request = SaveRequest(state, place, stage, optimizer, planner, None, lambda comm: self._retain(comm, step))
+
+        def begin(ticket: Ticket) -> PendingSave:
+            engine = self._background()
+            wrong: Exception | None = unknown_options(options, SAVE_SETTINGS, "a save")
+            made = metadata
+            if wrong is None and comm.rank == comm.coordinator:
+                try:
+                    made = _with_metrics(metadata, metrics)
+                except Exception as error:  # noqa: BLE001  # raised by `refuse`
+                    wrong = error
+            if wrong is not None:
+                engine.refuse(ticket, place, wrong)
+            given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
+            return begin_save(engine, ticket, request, given)
+
+        return unless_interrupted(begin)
 
     def prewarm(self, state: Any) -> None:
         """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""
         self._check_open()
-        self._background().prewarm(state, **self._for_saves)
+        unless_interrupted(lambda ticket: self._background().prewarm(ticket, state, **self._for_saves))
 
-    def _background(self) -> AsyncSaver:
+    def _background(self) -> SaveEngine:
         if self._saver is None:
             self._saver = self._make_saver()
         return self._saver
@@ -353,8 +355,9 @@ class Checkpointer:
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
         self._check_open()
-        if self._saver is not None:
-            self._saver.wait()
+        error = self._saver.take_error() if self._saver is not None else None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for a save under way and free what is kept between saves. May be called twice; other calls then fail.
@@ -376,7 +379,7 @@ class Checkpointer:
         if error is None or self._saver is None:
             self.close()
             return
-        self._saver.__exit__(kind, error, trace)  # logs its own error; the one that ends the block is raised
+        close_after(self._saver, error)  # logs its own error; the one that ends the block is raised
         self.close()
 
     def _finish(self) -> None:
