@@ -2,7 +2,7 @@
 
 import atexit
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable
 
 from milepost.background.ticket import Permit
@@ -29,11 +29,11 @@ class PendingSave:
     def __init__(self, url: str, permit: Permit, staged: Latch, unread: Latch | None = None) -> None:
         self.url, self._permit = url, permit
         self._staged, self._unread, self._done = staged, unread or staged, Latch()
-        self._lock = threading.Lock()
+        # No lock: a signal handler, or a fork, may come in the middle of anything here.
         self._receipt: Receipt | None = None
         self._error: BaseException | None = None
         self._told = False
-        self._callbacks: list[Callable[[PendingSave], None]] = []
+        self._callbacks: deque[Callable[[PendingSave], None]] = deque()
 
     def __repr__(self) -> str:
         how = "staging" if not self.staged() else "writing" if not self.done() else "failed" if self._error else "saved"
@@ -90,11 +90,9 @@ class PendingSave:
 
     def add_done_callback(self, call: Callable[["PendingSave"], None]) -> None:
         """Call this with the save when it has ended, in the thread that saves; at once if it has ended already."""
-        with self._lock:
-            if not self.done():
-                self._callbacks.append(call)
-                return
-        call(self)
+        self._callbacks.append(call)
+        if self.done():
+            self._call_back()
 
     # For the saver that runs it.
 
@@ -111,15 +109,26 @@ class PendingSave:
 
     def end(self, receipt: Receipt | None, error: BaseException | None) -> None:
         """Note that the save has ended, with one or the other."""
-        with self._lock:
-            self._receipt, self._error = receipt, error
-            if error is not None and not self._told:
-                # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
-                atexit.register(self._report)
-            self._done.set()
-            self._staged.set()
-            self._unread.set()
-        for call in self._callbacks:
+        self._receipt, self._error = receipt, error
+        self._done.set()
+        self._staged.set()
+        self._unread.set()
+        if error is not None and self._permit.withdrawn.is_set() and _is_cancellation(error):
+            self._told = True  # who stopped it on this rank knows
+        if self.untold_error is not None:
+            # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
+            atexit.register(self._report)
+            if self.untold_error is None:  # asked for just now
+                atexit.unregister(self._report)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call each callback once, whichever thread comes first."""
+        while True:
+            try:
+                call = self._callbacks.popleft()
+            except IndexError:
+                return
             try:
                 call(self)
             except Exception:  # noqa: BLE001  # the other callbacks must run too
@@ -127,10 +136,9 @@ class PendingSave:
 
     def mark_told(self) -> None:
         """Note that the caller knows the error, or will see it raised elsewhere."""
-        with self._lock:
-            if self._error is not None and not self._told:
-                atexit.unregister(self._report)
-            self._told = True
+        self._told = True
+        if self._error is not None:
+            atexit.unregister(self._report)
 
     @property
     def under_way(self) -> bool:

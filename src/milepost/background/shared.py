@@ -5,11 +5,13 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from milepost.background.engine import Background, SaveEngine
+from milepost.background.errand import Errand
 from milepost.comm import Comm
 
 _log = logging.getLogger("milepost")
@@ -36,6 +38,7 @@ class SharedSavers:
         self._lock = threading.Lock()
         self._savers: dict[_Key, _Shared] = {}
         self._retired: list[SaveEngine] = []
+        self._making: dict[_Key, Errand[SaveEngine]] = {}
 
     def get(self, group: "dist.ProcessGroup | Comm | None", background: Background, timeout_s: float) -> SaveEngine:
         """The saver of these ranks: of a process group or a comm; None: of all ranks of the job."""
@@ -48,10 +51,22 @@ class SharedSavers:
             if found is not None and found.ranks() is not group:
                 self._retired.append(found.saver)  # another group had this id, and its last save is still under way
                 found = None
-            if found is None:
-                saver = SaveEngine(background=background, process_group=group, timeout_s=timeout_s)
-                found = self._savers[key] = _shared(saver, group)
-            return found.saver
+            if found is not None:
+                return found.saver
+            # By a thread that no signal handler interrupts: a saver that is half made would be counted on this rank
+            # and not on the others, and later ones would not meet theirs.
+            making = self._making.setdefault(key, Errand(partial(self._make, key, group)))
+        making.start("making a saver")
+        return making.get()
+
+    def _make(self, key: _Key, group: Any) -> SaveEngine:
+        try:
+            saver = SaveEngine(background=key[1], process_group=group, timeout_s=key[2])
+            with self._lock:
+                self._savers[key] = _shared(saver, group)
+        finally:
+            self._making.pop(key, None)
+        return saver
 
     def close(self) -> None:
         """Wait for the saves under way, and give memory and processes back.

@@ -13,6 +13,7 @@ import msgspec
 
 from milepost.api import load, save
 from milepost.background.engine import Background, SaveEngine, WhenBusy
+from milepost.background.errand import Errand
 from milepost.background.pending import PendingSave
 from milepost.background.saver import SaveRequest, begin_save, close_after
 from milepost.background.staging import Way
@@ -117,6 +118,7 @@ class Checkpointer:
             timeout_s=timeout_s,
         )
         self._saver: SaveEngine | None = None
+        self._making: Errand[SaveEngine] | None = None
         self._save_planner, self._load_planner = save_planner, load_planner
         self._plans = Plans()
         self._closed = False
@@ -213,7 +215,13 @@ class Checkpointer:
 
     def _background(self) -> SaveEngine:
         if self._saver is None:
-            self._saver = self._make_saver()
+            # By a thread that no signal handler interrupts: a saver that is half made would be counted on this rank
+            # and not on the others, and later ones would not meet theirs.
+            making = self._making = self._making or Errand(self._make_saver)
+            making.start("making a saver")
+            making.ended.wait()
+            self._making = None
+            self._saver = making.get()
         return self._saver
 
     def _retain(self, comm: Comm, step: int) -> None:
