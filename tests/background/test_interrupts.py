@@ -33,15 +33,20 @@ class Interrupt(BaseException):
 
 
 @contextlib.contextmanager
-def interrupted_at(number):
-    """Raise before the `number`-th line of Milepost that this thread runs. Gives a list of the lines that it ran."""
-    lines = []
+def interrupted_at(number, after=None):
+    """Raise before the `number`-th line of Milepost that this thread runs. Gives a list of the lines that it ran.
+
+    `after`: count from the first line of the function of this name on.
+    """
+    lines, counting = [], after is None
 
     def trace(frame, event, _):
+        nonlocal counting
         if not frame.f_code.co_filename.startswith(SOURCE):
             return None
+        counting = counting or frame.f_code.co_name == after
         # At the end of a `with lock`, no signal handler can run: the next instruction is the one that releases it.
-        if event == "line" and "_lock:" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        if counting and event == "line" and "_lock:" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
             lines.append(frame.f_lineno)
             if len(lines) == number:
                 sys.settrace(None)
@@ -58,23 +63,28 @@ def interrupted_at(number):
 
 @contextlib.contextmanager
 def storm(seed, most=6):
-    """Real signals at random moments from now on. The first ones raise; the rest do nothing."""
+    """Real signals at random moments from now on. The first ones raise, if Milepost is at work; the rest do nothing."""
     chance, raised = random.Random(seed), []
 
-    def handle(*_):
-        if len(raised) < most:
+    def at_work(frame):
+        return frame is not None and (frame.f_code.co_filename.startswith(SOURCE) or at_work(frame.f_back))
+
+    def handle(_, frame):
+        if len(raised) < most and at_work(frame):
             raised.append(1)
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
             raise Interrupt
+        if len(raised) < most:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
 
-    earlier = signal.signal(signal.SIGALRM, handle)
+    signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.01))
     try:
         yield
     finally:
-        most = 0
+        raised.extend([1] * most)
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, earlier)
 
 
 def state_of(value):
@@ -255,20 +265,19 @@ def fail(*_):
 def interrupt_one_rank(rank, folder, background, seconds):
     """Rank 0 and 1 in turn are interrupted at a random line. Gives how many saves were stopped, and the slowest."""
     chance, stopped, slowest = random.Random(5), 0, 0.0
-    end = time.monotonic() + seconds
     from torch import distributed as dist
 
     with milepost.AsyncSaver(background=background, timeout_s=TIMEOUT_S) as saver:
         saver.save(state_of(0), folder).result(TIMEOUT_S)
-        step = 0
+        step, end = 0, time.monotonic() + seconds
         while True:
             step += 1
-            number = chance.randrange(1, 260)
+            number = chance.randrange(1, 200)
             state, victim, start = state_of(step), step % 2, time.monotonic()
             pending = None
             try:
                 if rank == victim:
-                    with interrupted_at(number + 12):  # the call must have begun
+                    with interrupted_at(number, after="_make_room"):  # the call has begun
                         pending = saver.save(state, folder)
                 else:
                     pending = saver.save(state, folder)

@@ -21,7 +21,7 @@ from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Owned, Stager, Staging, Way
 from milepost.background.ticket import Permit, Ticket
 from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, Solo, broadcast, together
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
@@ -85,7 +85,8 @@ class SaveEngine:
             raise InvalidRequest(f"staging_bytes is 0 or more, not {staging_bytes}")
         ranks = ranks_of(process_group, timeout_s)
         # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
-        self._comm, self._asking = ranks.secondary(), ranks.secondary()
+        self._comm: Comm = ranks.secondary()
+        self._asking: Comm = ranks.secondary()
         in_process = background == "process"
         self.stager = Stager(shared=in_process, limit_bytes=staging_bytes)
         self.processes = (
@@ -374,6 +375,8 @@ class SaveEngine:
         if self.processes is not None:
             self.processes.close()
         self.stager.free()
+        # A closed saver that is still referenced must not keep the job's store, on whose port a new job may begin.
+        self._comm = self._asking = Solo()
 
     def check_open(self) -> None:
         """Raises InvalidRequest after `close`, and in a fork of the process."""

@@ -115,10 +115,10 @@ class PendingSave:
         self._unread.set()
         if error is not None and self._permit.withdrawn.is_set() and _is_cancellation(error):
             self._told = True  # who stopped it on this rank knows
-        if self.untold_error is not None:
+        if error is not None:
             # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
             atexit.register(self._report)
-            if self.untold_error is None:  # asked for just now
+            if self.untold_error is None:  # asked for already, or just now
                 atexit.unregister(self._report)
         self._call_back()
 

@@ -1,6 +1,7 @@
 """The savers behind `milepost.async_save`, `prewarm` and `close_async`."""
 
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -35,15 +36,25 @@ class SharedSavers:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._begin_anew()
+
+    def _begin_anew(self) -> None:
+        self._process = os.getpid()
+        self._lock = threading.RLock()  # a group can end anywhere, also while it is held
         self._savers: dict[_Key, _Shared] = {}
         self._retired: list[SaveEngine] = []
         self._making: dict[_Key, Errand[SaveEngine]] = {}
+
+    def _leave_to_parent(self) -> None:
+        """In a fork: the savers, and the lock that a thread may have held, are those of the parent."""
+        if self._process != os.getpid():
+            self._begin_anew()
 
     def get(self, group: "dist.ProcessGroup | Comm | None", background: Background, timeout_s: float) -> SaveEngine:
         """The saver of these ranks: of a process group or a comm; None: of all ranks of the job."""
         if group is None and dist.is_available() and dist.is_initialized():
             group = dist.group.WORLD
+        self._leave_to_parent()
         with self._lock:
             self._retire()
             key = (id(group), background, timeout_s)
@@ -64,6 +75,9 @@ class SharedSavers:
             saver = SaveEngine(background=key[1], process_group=group, timeout_s=key[2])
             with self._lock:
                 self._savers[key] = _shared(saver, group)
+            if isinstance(group, dist.ProcessGroup):
+                # At once, and not at the next call: a new job may begin on the port of this one's store.
+                weakref.finalize(group, self._retire_all).atexit = False
         finally:
             self._making.pop(key, None)
         return saver
@@ -73,6 +87,7 @@ class SharedSavers:
 
         Raises the first error that the callers did not ask for, and logs the others.
         """
+        self._leave_to_parent()
         with self._lock:
             savers = [*self._retired, *(one.saver for one in self._savers.values())]
             self._retired, self._savers = [], {}
@@ -86,6 +101,10 @@ class SharedSavers:
             _log.error("a save in the background failed too: %s", other, exc_info=other)
         if errors:
             raise errors[0]
+
+    def _retire_all(self) -> None:
+        with self._lock:
+            self._retire()
 
     def _retire(self) -> None:
         """Drop the savers whose process group was destroyed. One with an error to raise waits for `close`."""
