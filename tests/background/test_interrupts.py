@@ -77,6 +77,7 @@ def storm(seed, most=6):
         if len(raised) < most:
             signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
 
+    unraisable, sys.unraisablehook = sys.unraisablehook, id  # one may come in a destructor, where nothing can catch it
     signal.signal(signal.SIGALRM, handle)
     signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 0.01))
     try:
@@ -85,6 +86,7 @@ def storm(seed, most=6):
         raised.extend([1] * most)
         signal.signal(signal.SIGALRM, signal.SIG_IGN)
         signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.unraisablehook = unraisable
 
 
 def state_of(value):
@@ -131,17 +133,14 @@ def attempt(call, raising):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("background", ["thread", "process"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "background"), [*((way, "thread") for way in WAYS), ("saver", "process")])
 def test_interrupt_at_any_line_leaves_one_state(tmp_path, way, background):
     """Before, the call was left while the background read the state, and the mixture was committed."""
-    if background == "process" and way not in ("saver", "overlap"):
-        pytest.skip("these do the same in a thread")
     budget = 2 * SIZE * 4 if way == "in part" else None
     with milepost.AsyncSaver(background=background, staging_bytes=budget) as saver:
         call = WAYS[way]
         saver.save(state_of(0), tmp_path).result(TIMEOUT_S)
-        number, step, ended = 1, 1, False
+        number, step, ended, chance = 1, 1, False, random.Random(1)
         while not ended:
             state = state_of(step)
             with interrupted_at(number) as lines:
@@ -154,7 +153,7 @@ def test_interrupt_at_any_line_leaves_one_state(tmp_path, way, background):
             if pending is not None:
                 pending.result(TIMEOUT_S)
             step += 1
-            number += 1 if number < 20 else random.Random(number).randrange(1, 9)
+            number += chance.randrange(1, 16 if background == "thread" else 30)
             assert value_at(tmp_path) <= step
         last = call(saver, state_of(step), tmp_path)
         last.result(TIMEOUT_S)
@@ -170,7 +169,7 @@ def test_storm_of_signals_leaves_one_state_and_no_locks(tmp_path, background):
     with milepost.AsyncSaver(background=background) as saver:
         saver.save(state_of(0), tmp_path).result(TIMEOUT_S)
         fds, threads = open_fds(), threading.active_count()
-        for step in range(1, 120):
+        for step in range(1, 50):
             state, pending = state_of(step), None
             with contextlib.suppress(Interrupt), storm(step):
                 pending = saver.save(state, tmp_path, stage=("host", "overlap")[step % 2])
@@ -301,11 +300,40 @@ def interrupt_one_rank(rank, folder, background, seconds):
 @pytest.mark.slow
 @pytest.mark.parametrize("background", ["thread", "process"])
 def test_interrupt_on_one_rank_stops_the_save_of_all(tmp_path, background):
-    results = spawn(2, interrupt_one_rank, tmp_path, background, 4.0)
+    results = spawn(2, interrupt_one_rank, tmp_path, background, 1.5)
     for stopped, slowest in results:
-        assert stopped > 3
+        assert stopped > 1
         assert slowest < PROMPT_S
     assert value_at(tmp_path) > 3
+
+
+def test_change_during_a_copy_fails_the_save(tmp_path, monkeypatch):
+    state = state_of(1)
+    with milepost.AsyncSaver() as saver:
+        saver.save(state_of(0), tmp_path).result(TIMEOUT_S)
+        with monkeypatch.context() as patched:
+            copier = SlowCopier(saver._engine.stager.copier, patched)
+            pending = saver.save(state, tmp_path, stage="overlap")
+            assert copier.reached.wait(TIMEOUT_S)
+            state["w"][-1].add_(1.0)
+            copier.go.set()
+            with pytest.raises(milepost.InvalidState, match=rf"'w.{PARTS - 1}' changed while"):
+                pending.result(TIMEOUT_S)
+        assert value_at(tmp_path) == 0
+
+
+def test_step_that_a_graph_may_replay_is_not_overlapped(tmp_path):
+    """A replay runs no hook: what such an optimizer owns is copied before the call returns."""
+    state = state_of(1)
+    parameters = [torch.nn.Parameter(tensor) for tensor in state["w"]]
+    for capturable in (False, True):
+        optimizer = torch.optim.Adam(parameters, capturable=capturable)
+        with milepost.AsyncSaver() as saver, pytest.MonkeyPatch.context() as patched:
+            copier = SlowCopier(saver._engine.stager.copier, patched)
+            threading.Timer(0.2, copier.go.set).start()
+            pending = saver.save(state, tmp_path, stage="overlap", optimizer=optimizer)
+            assert pending.staged() is capturable
+            pending.result(TIMEOUT_S)
 
 
 def test_store_is_not_asked_after_an_interrupt(tmp_path):

@@ -39,6 +39,7 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
         staging = save.staging.get()
 
         def let_go() -> None:
+            staging.check_unchanged()
             staging.release()
             save.permit.wait()  # the caller goes on now, and allows the commit; or has left
 

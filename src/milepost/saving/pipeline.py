@@ -32,6 +32,7 @@ from milepost.saving.describe import Described, describe, no_callback
 from milepost.saving.options import SaveOptions, make_options
 from milepost.saving.replicas import ReplicaCheck, compare
 from milepost.state.tensors import find_part
+from milepost.state.versions import Versions
 from milepost.store import Store
 
 _SHOWN = 50
@@ -217,7 +218,10 @@ class _Save:
         entries = _entries(plan, described, self.comm.rank)
         early = check.digests() if described.live else {}  # what is live may change once it is written
         self.meter.check()
+        # Live tensors may change as soon as they are written; who released them has looked.
+        versions = Versions(described.tensors, lambda _: not described.is_live)
         written = attempt.write(entries, self.options.transfer, self.meter, released)
+        versions.check()
         speaks = self.comm.rank == unpack_ranks(plan.group)[0]
         file = written.file
         return _Result(

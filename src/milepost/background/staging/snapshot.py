@@ -22,6 +22,7 @@ from milepost.core.box import Shape
 from milepost.data.threads import Latch
 from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described, no_callback
+from milepost.state.versions import Versions
 
 Way = Literal["auto", "host", "device", "overlap"]
 _log = logging.getLogger("milepost")
@@ -79,11 +80,17 @@ class Stager:
 
 
 class Owned:
-    """The memory that only an optimizer changes: its parameters and what it keeps for each."""
+    """The memory that only an optimizer changes, in a `step` that waits: its parameters and what it keeps for each.
+
+    Those of a capturable optimizer do not count. Its step can be recorded in a CUDA graph; a replay runs no hook, and
+    so does not wait for a copy.
+    """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._storages: set[int] = set()
         for optimizer in optimizers:
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                continue
             for group in optimizer.param_groups:
                 self._add(group["params"])
             for kept in optimizer.state.values():
@@ -119,6 +126,7 @@ class Staging:
             except torch.OutOfMemoryError:
                 self.way = "overlap" if owned else "host"
         self._moment = Moment(on_gpu)
+        self._versions = Versions(described.tensors, lambda data: id(data) not in self._clones)
         self._may_wait = self._rule(owned)
         if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
             self.at_return.set()
@@ -162,6 +170,7 @@ class Staging:
         if (later or self._packed.left_out) and self._rest_may_wait():
             self.at_return.set()
         self._stager.copier.copy(later, self._moment, check)
+        self.check_unchanged()
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
 
     def _rest_may_wait(self) -> bool:
@@ -170,6 +179,10 @@ class Staging:
     def is_copied(self) -> bool:
         """After `copy`: whether nothing is read from where it is."""
         return all(id(data) in self._clones for data in self._packed.left_out)
+
+    def check_unchanged(self) -> None:
+        """Raises InvalidState if the state has changed since the save began. Call it before the state is released."""
+        self._versions.check()
 
     def release(self) -> None:
         """Nothing reads the state any more."""
@@ -180,6 +193,7 @@ class Staging:
         """Drop the state: the save has ended, and its error may keep this object."""
         self._packed, self._clones = Packed([], {}, [], 0), {}
         self._described = replace(self._described, tensors={}, private=[])
+        self._versions = Versions({})
 
     def described(self, released: Callable[[], None]) -> Described:
         """The state as it was, to be written: from the copies, and where there are none from the original.
