@@ -37,6 +37,7 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.damage": (13, 14, 15, 16),
     "faults.targets": (18, 23),
     "faults.hostile": (17, 19, 20),
+    "faults.jobs": (26, 29, 31),
 }
 """The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})
