@@ -1,7 +1,7 @@
 """What runs behind an `AsyncSaver`: one save at a time, by a thread or a process, from copies in memory that is kept.
 
 A call of it that begins a save holds a `Ticket`. Whatever ends that call early, also an interrupt at any instruction,
-leaves a record here (`_Entry`) of what was begun, so that the save is withdrawn on all ranks, and the next one works.
+leaves a record here (`_BegunCall`) of what was begun, so that the save is withdrawn on all ranks, and the next one works.
 """
 
 import os
@@ -51,7 +51,7 @@ class SaveWork:
 
 
 @dataclass(slots=True)
-class _Entry:
+class _BegunCall:
     """What a call has begun so far. `take_part`: joins the save that the other ranks begin, to fail it."""
 
     url: str
@@ -214,16 +214,16 @@ class SaveEngine:
             ticket.settle()
             raise
 
-    def _enter(self, ticket: Ticket, url: str, take_part: Callable[[BaseException], Any]) -> "_Entry":
+    def _enter(self, ticket: Ticket, url: str, take_part: Callable[[BaseException], Any]) -> "_BegunCall":
         """Note that a call has begun. From here on, whatever ends it, the other ranks hear of it."""
         self.check_open()
         self._settle_lost()
-        entry = _Entry(url, take_part)
+        entry = _BegunCall(url, take_part)
         self._ticket = ticket
         ticket.on_leave(lambda: self._abandon(entry))
         return entry
 
-    def _make_room(self, ticket: Ticket, entry: _Entry, refused: BaseException | None) -> None:
+    def _make_room(self, ticket: Ticket, entry: _BegunCall, refused: BaseException | None) -> None:
         """Wait until no save is under way. Raises, on all ranks, `refused` or an error that nobody asked for."""
         entry.earlier = self.current
         if self._when_busy == "refuse":
@@ -243,7 +243,7 @@ class SaveEngine:
             ticket.settle()
             raise wrong
 
-    def _ask(self, entry: _Entry) -> None:
+    def _ask(self, entry: _BegunCall) -> None:
         """Ask the coordinator whether a save is under way. In a thread: the others wait for what it says there."""
         last, call = entry.earlier, Call("saving to", entry.url)
         if entry.asked is None:
@@ -252,12 +252,12 @@ class SaveEngine:
             )
         entry.asked.start("asking the other ranks")
 
-    def _run(self, ticket: Ticket, entry: _Entry, pending: PendingSave, save: Callable[[], Any]) -> None:
+    def _run(self, ticket: Ticket, entry: _BegunCall, pending: PendingSave, save: Callable[[], Any]) -> None:
         entry.pending, entry.errand = pending, Errand(save, pending.end)
         self.current = pending
         entry.errand.start(f"the save to {entry.url}", in_front=ticket.permit.grant)
 
-    def _fail(self, entry: _Entry, error: BaseException) -> None:
+    def _fail(self, entry: _BegunCall, error: BaseException) -> None:
         """Raise this rank's error on the other ranks too, which wait in the background."""
         earlier, asked = entry.earlier, entry.asked
 
@@ -274,7 +274,7 @@ class SaveEngine:
         self.current = pending
         entry.errand.start(f"refusing the save to {entry.url}")
 
-    def _abandon(self, entry: _Entry) -> None:
+    def _abandon(self, entry: _BegunCall) -> None:
         """After an interrupt: let the others hear of it, and return when nobody reads the state.
 
         May be interrupted again, and is then called again.

@@ -23,7 +23,7 @@ class Versions:
             (key, part.data, _version(part.data))
             for key, local in tensors.items()
             for part in local.parts
-            if not part.data.is_inference() and counts(part.data)
+            if counts(part.data)
         ]
 
     def check(self) -> None:
@@ -38,5 +38,8 @@ class Versions:
             )
 
 
-def _version(data: torch.Tensor) -> int:
+def _version(data: object) -> int | None:
+    """The version of a tensor. None for one that has none, and for data that is made when it is written."""
+    if not isinstance(data, torch.Tensor) or data.is_inference():
+        return None
     return data._version  # noqa: SLF001  # documented, in spite of its name
