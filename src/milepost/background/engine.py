@@ -1,7 +1,7 @@
 """What runs behind an `AsyncSaver`: one save at a time, by a thread or a process, from copies in memory that is kept.
 
 A call of it that begins a save holds a `Ticket`. Whatever ends that call early, also an interrupt at any instruction,
-leaves a record here (`_BegunCall`) of what was begun, so that the save is withdrawn on all ranks, and the next one works.
+leaves a record here (`_BegunCall`) of what was begun. So the save is withdrawn on all ranks, and the next one works.
 """
 
 import os
