@@ -41,6 +41,7 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.file_server": (34, 35),
     "faults.network": (28, 30),
     "faults.beside": (33,),
+    "faults.jobs": (26, 29, 31),
 }
 """The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})

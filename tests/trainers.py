@@ -41,7 +41,7 @@ class Trainer:
     @property
     def writer(self):
         """The writing process of this rank."""
-        return self.saver._processes.writers.link.pid
+        return self.saver._engine.processes.writers.link.pid
 
 
 class Job:

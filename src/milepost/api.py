@@ -4,10 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack
 
+from milepost.background.engine import Background, SaveEngine
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background
+from milepost.background.saver import SaveRequest, begin_save
 from milepost.background.shared import SharedSavers
 from milepost.background.staging import Way
+from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.background.writing import Then
 from milepost.comm import TIMEOUT_S, Call, Comm, calling
 from milepost.comm.distributed import ranks_of
@@ -196,17 +198,13 @@ def async_save(
     >>> pending.result().generation
     1
     """
-    saver = _shared_saver(background, process_group, timeout_s, path)
-    return saver.save(
-        state,
-        path,
-        stage=stage,
-        optimizer=optimizer,
-        planner=planner,
-        storage_writer=storage_writer,
-        then=then,
-        **options,
-    )
+    request = SaveRequest(state, path, stage, optimizer, planner, storage_writer, then)
+
+    def begin(ticket: Ticket) -> PendingSave:
+        engine = _shared_engine(ticket, background, process_group, timeout_s, path)
+        return begin_save(engine, ticket, request, options)
+
+    return unless_interrupted(begin)
 
 
 def prewarm(
@@ -224,7 +222,11 @@ def prewarm(
 
     >>> milepost.prewarm({"step": 2})
     """
-    _shared_saver(background, process_group, timeout_s).prewarm(state, **options)
+
+    def begin(ticket: Ticket) -> None:
+        _shared_engine(ticket, background, process_group, timeout_s, None).prewarm(ticket, state, **options)
+
+    unless_interrupted(begin)
 
 
 def close_async() -> None:
@@ -237,13 +239,15 @@ def close_async() -> None:
     _SAVERS.close()
 
 
-def _shared_saver(background: Background, group: Any, timeout_s: float, path: Location | None = None) -> AsyncSaver:
+def _shared_engine(
+    ticket: Ticket, background: Background, group: Any, timeout_s: float, path: Location | None
+) -> SaveEngine:
     try:
         one_of("background", background, ("thread", "process"))
     except Exception as error:
         if path is not None:
             # The ranks with a valid option wait for this one, most likely where they met the last time.
-            (_SAVERS.last_of(group) or _SAVERS.get(group, "thread", timeout_s)).refuse(path, error)
+            (_SAVERS.last_of(group) or _SAVERS.get(group, "thread", timeout_s)).refuse(ticket, path, error)
         raise
     return _SAVERS.get(group, background, timeout_s)
 

@@ -196,9 +196,9 @@ def test_wrong_option_does_not_take_the_error_of_an_earlier_save():
     saver = milepost.AsyncSaver()
     saver.save(state(), Full(MemoryStore()))
     with pytest.raises(StorageError, match="No space left"):
-        saver.refuse("memory://refused", InvalidRequest("wrong"))
+        saver.save(state(), "memory://refused", stage="wrong")
     with pytest.raises(InvalidRequest, match="wrong"):
-        saver.refuse("memory://refused", InvalidRequest("wrong"))
+        saver.save(state(), "memory://refused", stage="wrong")
     saver.close()
 
 

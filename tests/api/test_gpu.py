@@ -151,6 +151,6 @@ def test_a_budget_bounds_the_copy_of_a_gpu_state(tmp_path, stage):
         for value in state.values():
             value.zero_()
         pending.result(60)
-        assert saver._stager.arena.capacity <= 40 << 20
+        assert saver._engine.stager.arena.capacity <= 40 << 20
     found = milepost.open(tmp_path)
     assert all(torch.equal(found[key].read(), value) for key, value in expected.items())

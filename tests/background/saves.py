@@ -277,7 +277,7 @@ class Team:
 @contextlib.contextmanager
 def limited(saver, staging_bytes):
     """The saver with another budget, and no memory to begin with."""
-    stager = saver._stager
+    stager = saver._engine.stager
     before, stager._limit_bytes = stager._limit_bytes, staging_bytes
     stager.free()
     try:

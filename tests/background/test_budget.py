@@ -82,7 +82,7 @@ def test_the_call_waits_only_for_what_is_not_copied(tmp_path, monkeypatch):
     with milepost.AsyncSaver(staging_bytes=10 * MIB) as saver:
         pending = saver.save(state, Store(tmp_path / "later"), transfer=milepost.Transfer(1, MIB))
         assert not pending.done()
-        assert saver._stager.arena.capacity <= 10 * MIB
+        assert saver._engine.stager.arena.capacity <= 10 * MIB
         assert 40 * MIB <= sum(written) < 42 * MIB
         spoil(state)
         go.set()
@@ -117,7 +117,7 @@ def test_ranks_with_different_budgets_save_together(team, tmp_path, small):
 
 @pytest.mark.slow
 def test_saver_keeps_its_memory_across_structures(saver, tmp_path):
-    arena = saver._stager.arena
+    arena = saver._engine.stager.arena
     states = {
         "small": lambda: {"a": torch.randn(1000)},
         "grown": lambda: {"a": torch.randn(3 * MIB), "b": [torch.randn(5)]},

@@ -188,7 +188,7 @@ def test_staged_data_is_written_from_where_it_lies(tmp_path, aligned):
 
     with milepost.AsyncSaver() as saver:
         receipt = saver.save(state, Store(tmp_path)).result(TIMEOUT_S)
-        arena = saver._stager.arena
+        arena = saver._engine.stager.arena
         start = arena.data.data_ptr()
         staged = [length for at, length in written if start <= at < start + arena.capacity]
         assert sum(staged) == receipt.data_bytes

@@ -44,7 +44,7 @@ def test_a_failure_on_one_rank_is_raised_on_every_rank_and_leaves_nothing(team, 
             def broken(*_):
                 raise ValueError("broken")
 
-            patched.setattr(team.savers[victim]._stager.copier, "copy", broken)
+            patched.setattr(team.savers[victim]._engine.stager.copier, "copy", broken)
         errors = team.run(work)
     for error in errors:
         assert isinstance(error, milepost.CheckpointError), errors
@@ -130,7 +130,7 @@ def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path):
     """Once the others waited for it as long as for a rank that is slow."""
     team = Team("process", 2)
     team.run(lambda saver, rank: saver.save({"t": torch.ones(2)}, tmp_path).result(TIMEOUT_S))
-    os.kill(team.savers[1]._processes.writers.link.pid, signal.SIGKILL)
+    os.kill(team.savers[1]._engine.processes.writers.link.pid, signal.SIGKILL)
     time.sleep(0.2)
     errors = team.run(lambda saver, rank: saver.save({"t": torch.zeros(2)}, tmp_path).exception(TIMEOUT_S))
     assert all(isinstance(error, milepost.WriterDied) for error in errors)

@@ -49,7 +49,7 @@ def test_what_cannot_be_is_refused_at_once(saver, tmp_path):
         with pytest.raises(milepost.InvalidRequest) as raised:
             call()
         assert ("nonsense" if "nonsense" in text else text) in str(raised.value)
-    if saver._background == "process":
+    if saver._engine._background == "process":
         with pytest.raises(milepost.InvalidRequest, match=r'MemoryStore belongs to this one.*background="thread"'):
             saver.save(state, milepost.store.MemoryStore())
     assert not files_in(tmp_path)

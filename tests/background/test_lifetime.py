@@ -53,8 +53,8 @@ def test_refused_save_is_refused_on_all_ranks(tmp_path, slow):
 
     def work(saver, rank):
         if rank == slow:
-            real = saver._save
-            saver._save = lambda *work: (real(*work), go.wait(TIMEOUT_S))[0]
+            real = saver._engine._save
+            saver._engine._save = lambda *work: (real(*work), go.wait(TIMEOUT_S))[0]
         first = saver.save({"t": torch.ones(3)}, tmp_path / "first")
         if rank != slow:
             first.result(TIMEOUT_S)
@@ -90,11 +90,11 @@ def test_one_rank_can_cancel_for_all(team, tmp_path, when, monkeypatch):
             return pending.exception(TIMEOUT_S)
         store.wait_reached()
         store.open_after(0.4)
-        return pending.cancel(TIMEOUT_S), saver._current.exception()
+        return pending.cancel(TIMEOUT_S), saver._engine.current.exception()
 
     with monkeypatch.context() as patched:
         if when == "staging":
-            patched.setattr(team.savers[canceller]._stager.copier, "copy", slow)
+            patched.setattr(team.savers[canceller]._engine.stager.copier, "copy", slow)
         results = team.run(work)
     told, own = results.pop(canceller)
     assert told is True
@@ -133,7 +133,7 @@ def test_a_closed_saver_has_waited_and_freed_its_memory_and_takes_no_more(tmp_pa
     store = GatedStore(tmp_path / "place", tmp_path / "gate")
     saver = milepost.AsyncSaver()
     pending = saver.save({"t": torch.ones(1000)}, store)
-    arena = saver._stager.arena
+    arena = saver._engine.stager.arena
     assert arena.capacity
     store.open_after(0.2)
     saver.close()
@@ -194,15 +194,15 @@ def test_fork_of_the_trainer_leaves_its_saves_alone(tmp_path):
 
 
 def test_after_prewarm_a_save_makes_no_memory(saver, tmp_path):
-    arena = saver._stager.arena
+    arena = saver._engine.stager.arena
     state = {"t": torch.ones(arena.capacity // 4 + MIB), "u": random_tensor("int8", 999)}
     version = arena.version
     saver.prewarm(state)
     assert arena.version == version + 1
-    writers = saver._processes and saver._processes.writers
+    writers = saver._engine.processes and saver._engine.processes.writers
     saver.save(state, tmp_path).result(TIMEOUT_S)
     assert arena.version == version + 1
-    assert (saver._processes and saver._processes.writers) is writers
+    assert (saver._engine.processes and saver._engine.processes.writers) is writers
 
 
 def test_callbacks_are_called_when_it_has_ended(saver, tmp_path):

@@ -20,10 +20,10 @@ def slow_copies(monkeypatch):
     go = threading.Event()
     copy = Copier.copy
 
-    def slow(self, copies, moment):
+    def slow(self, copies, moment, check):
         if copies:
             assert go.wait(TIMEOUT_S)
-        copy(self, copies, moment)
+        copy(self, copies, moment, check)
 
     monkeypatch.setattr(Copier, "copy", slow)
     yield go
@@ -90,11 +90,11 @@ def test_only_what_the_optimizer_owns_is_copied_after_the_call(tmp_path, monkeyp
     go, calls = threading.Event(), []
     copy = Copier.copy
 
-    def slow(self, copies, moment):
+    def slow(self, copies, moment, check):
         calls.append(len(copies))
         if len(calls) == 2:
             assert go.wait(TIMEOUT_S)
-        copy(self, copies, moment)
+        copy(self, copies, moment, check)
 
     monkeypatch.setattr(Copier, "copy", slow)
     with milepost.AsyncSaver(stage="overlap") as saver:

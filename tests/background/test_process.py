@@ -139,7 +139,7 @@ def forking(trainer, where):
     trainer.say(child)
     # As if killed in the middle of an order: the rest of it will never come.
     begin(trainer, where)
-    os.write(trainer.saver._processes.writers.link._connection.fileno(), b"\0\0\1\0half")
+    os.write(trainer.saver._engine.processes.writers.link._connection.fileno(), b"\0\0\1\0half")
 
 
 @pytest.mark.slow
@@ -349,7 +349,7 @@ def test_a_full_disk_is_an_error_that_says_so_and_the_process_goes_on(tmp_path, 
 
 def save_with_little_memory(trainer, where, number, small):
     """Save while the memory for copies is too little on some ranks."""
-    stager = trainer.saver._stager
+    stager = trainer.saver._engine.stager
     stager._limit_bytes = 1000 if trainer.rank in small else None
     try:
         save(trainer, where, number)

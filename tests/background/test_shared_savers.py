@@ -8,12 +8,18 @@ import torch
 import torch.distributed as dist
 
 import milepost
+from milepost.background.saver import SaveRequest, begin_save
 from milepost.background.shared import SharedSavers
+from milepost.background.ticket import unless_interrupted
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.store import MemoryStore
 from milepost.testing import CountingStore
 
 TIMEOUT_S = 60.0
+
+
+def save(engine, state, place):
+    return unless_interrupted(lambda ticket: begin_save(engine, ticket, SaveRequest(state, place), {}))
 
 
 class Full(CountingStore):
@@ -50,8 +56,8 @@ def test_a_process_group_is_not_kept_alive_and_its_saver_goes_with_it(savers):
     group = dist.new_group([0])
     known = weakref.ref(group)
     saver = savers.get(group, "thread", TIMEOUT_S)
-    saver.save({"t": torch.ones(1000)}, MemoryStore()).result(TIMEOUT_S)
-    arena = saver._stager.arena
+    save(saver, {"t": torch.ones(1000)}, MemoryStore()).result(TIMEOUT_S)
+    arena = saver.stager.arena
     assert arena.capacity
     assert savers.get(group, "thread", TIMEOUT_S) is saver
     dist.destroy_process_group(group)
@@ -61,7 +67,7 @@ def test_a_process_group_is_not_kept_alive_and_its_saver_goes_with_it(savers):
     assert savers.get(None, "thread", TIMEOUT_S) is not saver
     assert not arena.capacity
     with pytest.raises(milepost.InvalidRequest, match="closed"):
-        saver.wait()
+        saver.check_open()
 
 
 @pytest.mark.usefixtures("job")
@@ -71,12 +77,12 @@ def test_saver_of_a_destroyed_group_goes_while_it_is_referenced(savers):
     dist.destroy_process_group(group)
     savers.get(None, "thread", TIMEOUT_S)
     with pytest.raises(milepost.InvalidRequest, match="closed"):
-        saver.wait()
+        saver.check_open()
 
 
 @pytest.mark.usefixtures("job")
 def test_an_error_outlives_the_group_of_its_save(savers):
-    pending = savers.get(None, "thread", TIMEOUT_S).save({"t": torch.ones(3)}, Full(MemoryStore()))
+    pending = save(savers.get(None, "thread", TIMEOUT_S), {"t": torch.ones(3)}, Full(MemoryStore()))
     pending.join()
     dist.destroy_process_group()
     gc.collect()
@@ -89,7 +95,7 @@ def test_an_error_outlives_the_group_of_its_save(savers):
 def test_close_raises_one_error_and_logs_the_others(savers, caplog):
     comms = [BoardComm(MemoryBoard(), 0, 1, TIMEOUT_S) for _ in range(2)]
     for number, comm in enumerate(comms):
-        savers.get(comm, "thread", 1.0).save({"n": number}, Full(MemoryStore(f"memory://{number}")))
+        save(savers.get(comm, "thread", 1.0), {"n": number}, Full(MemoryStore(f"memory://{number}")))
     with pytest.raises(milepost.StorageError, match="No space left"):
         savers.close()
     assert "failed too" in caplog.text

@@ -2,9 +2,11 @@
 
 import atexit
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable
 
+from milepost.background.ticket import Permit
+from milepost.data.threads import Latch
 from milepost.errors import SaveCancelled
 from milepost.saving.pipeline import Receipt
 
@@ -24,15 +26,14 @@ class PendingSave:
     True
     """
 
-    def __init__(self, url: str, staged: threading.Event, unread: threading.Event | None = None) -> None:
-        self.url = url
-        self.cancelled = threading.Event()
-        self._staged, self._unread, self._done = staged, unread or staged, threading.Event()
-        self._lock = threading.Lock()
+    def __init__(self, url: str, permit: Permit, staged: Latch, unread: Latch | None = None) -> None:
+        self.url, self._permit = url, permit
+        self._staged, self._unread, self._done = staged, unread or staged, Latch()
+        # No lock: a signal handler, or a fork, may come in the middle of anything here.
         self._receipt: Receipt | None = None
         self._error: BaseException | None = None
         self._told = False
-        self._callbacks: list[Callable[[PendingSave], None]] = []
+        self._callbacks: deque[Callable[[PendingSave], None]] = deque()
 
     def __repr__(self) -> str:
         how = "staging" if not self.staged() else "writing" if not self.done() else "failed" if self._error else "saved"
@@ -43,8 +44,11 @@ class PendingSave:
         return self._staged.is_set()
 
     def wait_staged(self, timeout_s: float | None = None) -> None:
-        """Return when the state may be changed again. Raises the error of a save that has failed, or TimeoutError."""
-        if not self._staged.wait(timeout_s):
+        """Return when the state may be changed again. Raises the error of a save that has failed, or TimeoutError.
+
+        Interrupted, by Ctrl-C for example, it stops a save that still reads the state, and returns when none does.
+        """
+        if not self._waits_for(self._staged, timeout_s):
             raise TimeoutError(f"the state is not copied yet, after {timeout_s} s; it is being saved to {self.url}")
         if self.done():
             self._raise_error()
@@ -75,7 +79,7 @@ class PendingSave:
         One rank is enough; the others raise SaveCancelled. Raises TimeoutError if the save does not end in time, and
         its error if it failed for another reason.
         """
-        self.cancelled.set()
+        self._permit.withdraw()
         self._wait_done(timeout_s, "it will")
         if self._error is None:
             return False
@@ -86,17 +90,18 @@ class PendingSave:
 
     def add_done_callback(self, call: Callable[["PendingSave"], None]) -> None:
         """Call this with the save when it has ended, in the thread that saves; at once if it has ended already."""
-        with self._lock:
-            if not self.done():
-                self._callbacks.append(call)
-                return
-        call(self)
+        self._callbacks.append(call)
+        if self.done():
+            self._call_back()
 
     # For the saver that runs it.
 
     def join_reading(self) -> None:
-        """Return when the state is no longer read; a copy of it on its way to host memory does not count."""
-        self._unread.wait()
+        """Return when the state is no longer read; a copy of it on its way to host memory does not count.
+
+        Interrupted, it stops a save that still reads the state, and returns when none does.
+        """
+        self._waits_for(self._unread, None)
 
     def join(self) -> None:
         """Return when the save has ended."""
@@ -104,15 +109,26 @@ class PendingSave:
 
     def end(self, receipt: Receipt | None, error: BaseException | None) -> None:
         """Note that the save has ended, with one or the other."""
-        with self._lock:
-            self._receipt, self._error = receipt, error
-            if error is not None and not self._told:
-                # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
-                atexit.register(self._report)
-            self._done.set()
-            self._staged.set()
-            self._unread.set()
-        for call in self._callbacks:
+        self._receipt, self._error = receipt, error
+        self._done.set()
+        self._staged.set()
+        self._unread.set()
+        if error is not None and self._permit.withdrawn.is_set() and _is_cancellation(error):
+            self._told = True  # who stopped it on this rank knows
+        if error is not None:
+            # The interpreter keeps it until its end, or until the caller asks: the saver may be gone by then.
+            atexit.register(self._report)
+            if self.untold_error is None:  # asked for already, or just now
+                atexit.unregister(self._report)
+        self._call_back()
+
+    def _call_back(self) -> None:
+        """Call each callback once, whichever thread comes first."""
+        while True:
+            try:
+                call = self._callbacks.popleft()
+            except IndexError:
+                return
             try:
                 call(self)
             except Exception:  # noqa: BLE001  # the other callbacks must run too
@@ -120,15 +136,14 @@ class PendingSave:
 
     def mark_told(self) -> None:
         """Note that the caller knows the error, or will see it raised elsewhere."""
-        with self._lock:
-            if self._error is not None and not self._told:
-                atexit.unregister(self._report)
-            self._told = True
+        self._told = True
+        if self._error is not None:
+            atexit.unregister(self._report)
 
     @property
     def under_way(self) -> bool:
         """Whether the save has not ended. A rank that joined only to report its failure is not counted."""
-        return not self.done() and not self._told
+        return not self.done() and not self._told and not self._permit.withdrawn.is_set()
 
     @property
     def error(self) -> BaseException | None:
@@ -144,6 +159,22 @@ class PendingSave:
     def untold_error(self) -> BaseException | None:
         """The error, if the save has failed and the caller has not asked."""
         return self._error if self.done() and not self._told else None
+
+    def _waits_for(self, latch: Latch, timeout_s: float | None) -> bool:
+        try:
+            return latch.wait(timeout_s)
+        except BaseException:
+            # The caller may change the state next. A save that reads it now must not be committed.
+            self._stop_reading()
+            raise
+
+    def _stop_reading(self) -> None:
+        while not self._unread.is_set():
+            try:
+                self._permit.withdraw()
+                self._unread.wait()
+            except BaseException:  # noqa: BLE001, S112  # the first interrupt is raised
+                continue
 
     def _wait_done(self, timeout_s: float | None, outlook: str) -> None:
         if not self._done.wait(timeout_s):

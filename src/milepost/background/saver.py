@@ -1,56 +1,44 @@
-"""Saves in the background: one at a time, by a thread or a process, from copies in memory that is kept."""
+"""`AsyncSaver`: saves in the background, as their callers see it."""
 
-import contextlib
 import logging
-import os
-import pickle
-import threading
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self, TypeVar, Unpack
+from typing import Any, Self, Unpack
 
 import torch
 import torch.distributed as dist
 
+from milepost.background.engine import WAYS, Background, SaveEngine, SaveWork, WhenBusy, describing
 from milepost.background.pending import PendingSave
-from milepost.background.process.peers import is_broken
-from milepost.background.process.supervisor import WriterSupervisor
-from milepost.background.save_thread import run_in_thread
-from milepost.background.staging import Owned, Stager, Staging, Way
-from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, broadcast, calling, together
-from milepost.comm.distributed import address_for, ranks_of
+from milepost.background.staging import Way
+from milepost.background.ticket import Ticket, unless_interrupted
+from milepost.background.writing import Then, after_commit
+from milepost.comm import TIMEOUT_S, Comm
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
-from milepost.core.wire import Wire
-from milepost.errors import CheckpointError, InvalidRequest, SaveInFlight
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.protocol_run import place_of
 from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, ignored_by_save, route
 from milepost.planning.route_run import save_with_planner, writer_at
-from milepost.saving.describe import Described, describe
 from milepost.saving.options import SaveKeywords, SaveOptions, make_options, one_of
 from milepost.saving.pipeline import Receipt
-from milepost.store import Location, Store, store_at
+from milepost.store import Location, store_at
 from milepost.store.location import required
 
 _log = logging.getLogger("milepost")
-Background = Literal["thread", "process"]
-WhenBusy = Literal["wait", "refuse"]
-T = TypeVar("T")
-_WAYS = ("auto", "host", "device", "overlap")
-_ASKING = Announcement("asking whether a save is under way", Wire(bool))
 
 
 @dataclass(frozen=True, slots=True)
-class SaveWork:
-    """What to save. `describing` is called before the call returns; `then` at the end of the save, on every rank."""
+class SaveRequest:
+    """The arguments of a call that saves in the background, as its caller gave them."""
 
-    store: Store
-    options: SaveOptions
-    describing: Callable[[Comm], Described]
+    state: Any
+    path: Location | None
+    stage: Way | None = None
+    optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None
+    planner: SavePlanner | None = None
+    storage_writer: StorageWriter | None = None
     then: Then | None = None
 
 
@@ -65,14 +53,6 @@ class _SaveCall:
     optimizers: Sequence[torch.optim.Optimizer]
     then: Then | None
     wrong: Exception | None
-
-
-def check_saver(background: str, stage: str, staging_bytes: int | None, when_busy: str) -> None:
-    """Raise InvalidRequest for arguments that an AsyncSaver cannot have."""
-    one_of("background", background, ("thread", "process"))
-    one_of("when_busy", when_busy, ("wait", "refuse"))
-    one_of("stage", stage, _WAYS)
-    check_values({"staging_bytes": staging_bytes})
 
 
 class AsyncSaver:
@@ -112,24 +92,19 @@ class AsyncSaver:
         process_group: "dist.ProcessGroup | Comm | None" = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
-        ranks = ranks_of(process_group, timeout_s)
-        # Separate from foreground calls. The process group is not kept: it may be destroyed before the saver is closed.
-        # Before the arguments are checked: if they are wrong on one rank only, its next saver still meets the others'.
-        self._comm, self._asking = ranks.secondary("saving"), ranks.secondary("asking")
-        check_saver(background, stage, staging_bytes, when_busy)
-        self._background: Background = background
-        self._when_busy: WhenBusy = when_busy
-        self._stage: Way = stage
-        in_process = background == "process"
-        self._stager = Stager(shared=in_process, limit_bytes=staging_bytes)
-        self._processes = (
-            WriterSupervisor(self._comm, address_for(ranks.group), self._stager.arena) if in_process else None
+        self._engine = SaveEngine(
+            background=background,
+            stage=stage,
+            staging_bytes=staging_bytes,
+            when_busy=when_busy,
+            process_group=process_group,
+            timeout_s=timeout_s,
         )
-        self._current: PendingSave | None = None
-        self._hooks: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        self._closed = False
-        self._process = os.getpid()
-        self.plans = Plans()
+
+    @property
+    def plans(self) -> Plans:
+        """What the ranks have agreed on, for later saves of the same structure."""
+        return self._engine.plans
 
     def save(
         self,
@@ -155,63 +130,12 @@ class AsyncSaver:
         Raises the error of an earlier save that the caller did not ask for; then nothing is saved. Raises
         InvalidRequest for a wrong option; the other ranks get it from `result()`. All other errors are in `result()`,
         the same on every rank; in a job of one process, a state that cannot be saved is refused here.
+
+        If the call is interrupted (Ctrl-C, or a signal handler that raises), nothing is committed, and nothing reads
+        the state any more when the exception leaves it. The other ranks get SaveCancelled from `result()`.
         """
-        wrong: Exception | None = None
-        try:
-            check_values({"then": then, "optimizer": optimizer, "planner": planner, "storage_writer": storage_writer})
-            way: Way = self._stage if stage is None else one_of("stage", stage, _WAYS)
-            keywords: SaveKeywords = {"plans": self.plans, **options}
-            made = make_options(**keywords)
-        except Exception as error:  # noqa: BLE001  # raised below, once the other ranks can hear of it
-            way, made, wrong = self._stage, make_options(), error
-        optimizers = [] if optimizer is None else list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
-        call = _SaveCall(state, path, made, way, optimizers, then, wrong)
-        if planner is None and storage_writer is None:
-            work = SaveWork(store_at(required(path)), made, _describing(state, made), then)
-            return self.begin(work, way, optimizers, refused=wrong)
-        return self._save_with(call, planner, storage_writer, options)
-
-    def _save_with(
-        self, call: _SaveCall, planner: SavePlanner | None, storage_writer: StorageWriter | None, given: SaveKeywords
-    ) -> PendingSave:
-        self.check_open()
-        writer = storage_writer if storage_writer is not None else writer_at(required(call.path), call.options)
-        chosen = route(writer, planner)
-        ignored = ignored_by_save(given, chosen, own_writer=storage_writer is not None)
-        call = replace(call, wrong=call.wrong or ignored)
-        match chosen:
-            case NoPlanner():
-                chosen.writer.reset(call.path)
-                made = chosen.options(call.options)
-                work = SaveWork(chosen.writer.store, made, _describing(call.state, made), call.then)
-                pending = self.begin(work, call.way, call.optimizers, refused=call.wrong)
-                pending.add_done_callback(lambda ended: _note(chosen, ended))
-                return pending
-            case LocalPlanner() | GlobalPlanner():
-                return self._save_planned(call, chosen)
-
-    def _save_planned(self, call: _SaveCall, chosen: LocalPlanner | GlobalPlanner) -> PendingSave:
-        from milepost.background.staging.state_copy import copied_state  # noqa: PLC0415  # slow to import
-
-        state, path, options, then = call.state, call.path, call.options, call.then
-
-        def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
-            chosen.writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
-            receipt = save_with_planner(copied, chosen, comm, options)
-            after_commit(comm, receipt.url, then)
-            return receipt
-
-        place = str(path) if path is not None else place_of(chosen.writer)
-        return self.begin_copied(place, lambda: copied_state(state), write, refused=call.wrong)
-
-    def refuse(self, path: Location, error: BaseException) -> NoReturn:
-        """Join the save that the other ranks begin, and fail it with this error on all ranks.
-
-        Raises the error, or that of an earlier save that the caller did not ask for.
-        """
-        options = make_options()
-        self.begin(SaveWork(store_at(path), options, _describing({}, options)), refused=error)
-        raise error
+        request = SaveRequest(state, path, stage, optimizer, planner, storage_writer, then)
+        return unless_interrupted(lambda ticket: begin_save(self._engine, ticket, request, options))
 
     def prewarm(self, state: Any, **options: Unpack[SaveKeywords]) -> None:
         """Make the memory that `state` needs, and start the process, so that the first save is as fast as later ones.
@@ -220,75 +144,35 @@ class AsyncSaver:
         (`types`, `allow_pickle`, `reduce_partial`). Raises the error of any rank on every rank, among these
         InvalidRequest for a wrong option, and the error of an earlier save that the caller did not ask for.
         """
-        self.check_open()
-        earlier = self.take_error()
-
-        def make_memory() -> None:
-            if earlier is not None:
-                raise earlier
-            self._stager.prewarm(_describing(state, make_options(**options))(self._comm))
-
-        together(self._comm, Call("saving in", "the background"), "prewarming", make_memory)
-        if self._processes is not None:
-            self._processes.prewarm()
+        unless_interrupted(lambda ticket: self._engine.prewarm(ticket, state, **options))
 
     def wait(self) -> None:
         """Return when no save is under way. Raises the error of the last one, if the caller did not ask for it."""
-        self.check_open()
-        error = self.take_error()
+        self._engine.check_open()
+        error = self._engine.take_error()
         if error is not None:
             raise error
 
-    def take_error(self) -> BaseException | None:
-        """Wait until no save is under way. Gives the error of the last one, if the caller did not ask for it before."""
-        if self._current is None or self._forked:
-            return None
-        self._current.join()
-        error = self._current.untold_error
-        self._current.mark_told()
-        return error
-
     def join(self) -> None:
         """Return when no save is under way, however it ended."""
-        if self._current is not None and not self._forked:
-            self._current.join()
+        self._engine.join()
 
     @property
     def busy(self) -> bool:
         """Whether a save is under way."""
-        return self._current is not None and not self._current.done()
+        return self._engine.busy
 
     @property
     def failed(self) -> bool:
         """Whether the last save has failed, and the caller did not ask for its error."""
-        return self._current is not None and self._current.untold_error is not None
+        return self._engine.failed
 
     def close(self) -> None:
         """Wait, and give memory and process back. May be called twice; then saves raise InvalidRequest.
 
         Raises the error of the last save, if the caller did not ask for it.
         """
-        error = self.take_error()
-        self.release()
-        if error is not None:
-            raise error
-
-    def release(self) -> None:
-        """Wait, and give memory and process back. An error that the caller did not ask for stays: `close` raises it."""
-        if self._closed:
-            return
-        self.join()
-        self._closed = True
-        if self._forked:
-            return
-        for handle in self._hooks.values():
-            handle.remove()
-        if self._processes is not None:
-            self._processes.close()
-        self._stager.free()
-        with contextlib.suppress(CheckpointError):  # the job's store may be gone
-            self._comm.close()
-            self._asking.close()
+        self._engine.close()
 
     def __enter__(self) -> Self:
         return self
@@ -296,183 +180,87 @@ class AsyncSaver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is None:
-            self.close()
-            return
-        try:
-            self.close()
-        except Exception as failed:  # noqa: BLE001  # the error that is on its way must not be hidden
-            _log.error("a save in the background failed too: %s", failed, exc_info=failed)
+        close_after(self._engine, error)
 
-    # For callers inside Milepost that pass a description of the state, or their own function for writing.
 
-    def begin(
-        self,
-        work: SaveWork,
-        way: Way = "auto",
-        optimizers: Sequence[torch.optim.Optimizer] = (),
-        *,
-        refused: BaseException | None = None,
-    ) -> PendingSave:
-        """Begin a save. Returns when the caller may go on. Raises an earlier error, or `refused`, on all ranks."""
-        store = b""
-        if self._background == "process":
-            try:
-                store = _pickled(work.store)
-            except InvalidRequest as error:
-                refused = refused or error
-        wrong = self._make_room(work.store.url) or refused
-        if wrong is not None:
-            self._fail(work.store.url, lambda pending: self._save(_staged(pending, work, store, Deferred(None, wrong))))
-            raise wrong
-        staging: Staging | None = None
-        trouble: Exception | None = None
-        try:
-            described = work.describing(self._comm)
-            staging = self._stager.begin(described, way, Owned(optimizers) if optimizers else None)
-        except Exception as error:
-            if self._comm.size == 1:
-                raise
-            trouble = error  # raised on the others in the background, where they wait
-        work = replace(work, describing=_was_described)  # which would keep the state
-        url = work.store.url
-        pending = PendingSave(url, staging.done, staging.unread) if staging else PendingSave(url, _set())
-        self._hook(optimizers)
-        self._run(pending, lambda: self._save(_staged(pending, work, store, Deferred(staging, trouble))))
-        if staging is not None:
-            staging.at_return.wait()
-        return pending
+def close_after(engine: SaveEngine, error: BaseException | None) -> None:
+    """Close at the end of a `with` block. An error that ends the block must not be hidden by another."""
+    if error is None:
+        engine.close()
+        return
+    try:
+        engine.close()
+    except Exception as failed:  # noqa: BLE001  # logged
+        _log.error("a save in the background failed too: %s", failed, exc_info=failed)
 
-    def begin_copied(
-        self,
-        url: str,
-        copy: Callable[[], T],
-        write: Callable[[Callable[[], T], Comm], Receipt],
-        *,
-        refused: BaseException | None = None,
-    ) -> PendingSave:
-        """Begin a save of a copy: `copy` is called now, `write` in a thread. Raises as `begin` does."""
-        wrong = self._make_room(url) or refused
-        if wrong is not None:
-            self._fail(url, lambda _: write(_raising(wrong), self._comm))
-            raise wrong
-        try:
-            copied = _giving(copy())
-        except Exception as error:
-            if self._comm.size == 1:
-                raise
-            copied = _raising(error)
-        pending = PendingSave(url, _set())
-        self._run(pending, lambda: write(copied, self._comm))
-        return pending
 
-    def _fail(self, url: str, take_part: Callable[[PendingSave], Receipt]) -> None:
-        """Raise this rank's error on the other ranks too, which wait in the background."""
-        if self._comm.size > 1:
-            pending = PendingSave(url, _set())
-            pending.mark_told()
-            self._run(pending, lambda: take_part(pending))
+def begin_save(engine: SaveEngine, ticket: Ticket, request: SaveRequest, options: SaveKeywords) -> PendingSave:
+    """Begin to save, as `AsyncSaver.save` says."""
+    wrong: Exception | None = None
+    try:
+        check_values(
+            {
+                "then": request.then,
+                "optimizer": request.optimizer,
+                "planner": request.planner,
+                "storage_writer": request.storage_writer,
+            }
+        )
+        way: Way = engine.stage if request.stage is None else one_of("stage", request.stage, WAYS)
+        keywords: SaveKeywords = {"plans": engine.plans, **options}
+        made = make_options(**keywords)
+    except Exception as error:  # noqa: BLE001  # raised below, once the other ranks can hear of it
+        way, made, wrong = engine.stage, make_options(), error
+    given = request.optimizer
+    optimizers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
+    call = _SaveCall(request.state, request.path, made, way, optimizers, request.then, wrong)
+    if request.planner is None and request.storage_writer is None:
+        work = SaveWork(store_at(required(call.path)), made, describing(call.state, made), call.then)
+        return engine.begin(ticket, work, way, optimizers, refused=wrong)
+    return _save_with(engine, ticket, call, request, options)
 
-    def _run(self, pending: PendingSave, save: Callable[[], Receipt]) -> None:
-        run_in_thread(pending, save)
-        self._current = pending
 
-    def _save(self, save: StagedSave) -> Receipt:
-        with calling(self._comm, Call("saving to", save.store.url)):
-            return self._write(save)
+def _save_with(
+    engine: SaveEngine,
+    ticket: Ticket,
+    call: _SaveCall,
+    request: SaveRequest,
+    given: SaveKeywords,
+) -> PendingSave:
+    engine.check_open()
+    own_writer = request.storage_writer is not None
+    writer = request.storage_writer if own_writer else writer_at(required(call.path), call.options)
+    chosen = route(writer, request.planner)
+    call = replace(call, wrong=call.wrong or ignored_by_save(given, chosen, own_writer=own_writer))
+    match chosen:
+        case NoPlanner():
+            chosen.writer.reset(call.path)
+            made = chosen.options(call.options)
+            work = SaveWork(chosen.writer.store, made, describing(call.state, made), call.then)
+            pending = engine.begin(ticket, work, call.way, call.optimizers, refused=call.wrong)
+            pending.add_done_callback(lambda ended: _note(chosen, ended))
+            return pending
+        case LocalPlanner() | GlobalPlanner():
+            return _save_planned(engine, ticket, call, chosen)
 
-    def _write(self, save: StagedSave) -> Receipt:
-        try:
-            processes = self._processes
-            receipt = write_by_thread(save, self._comm) if processes is None else write_by_process(save, processes)
-        except BaseException as error:
-            if self._processes is not None and is_broken(error):
-                self._processes.stop(broken=error)
-            raise
-        finally:
-            if save.staging.result is not None:
-                save.staging.result.release()
-                save.staging.result.forget()
-        after_commit(self._comm, save.store.url, save.then)
+
+def _save_planned(
+    engine: SaveEngine, ticket: Ticket, call: _SaveCall, chosen: LocalPlanner | GlobalPlanner
+) -> PendingSave:
+    from milepost.background.staging.state_copy import copied_state  # noqa: PLC0415  # slow to import
+
+    state, path, options, then = call.state, call.path, call.options, call.then
+
+    def write(copied: Callable[[], Any], comm: Comm) -> Receipt:
+        chosen.writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
+        receipt = save_with_planner(copied, chosen, comm, options)
+        after_commit(comm, receipt.url, then)
         return receipt
 
-    def _make_room(self, url: str) -> BaseException | None:
-        """Wait until no save is under way, or refuse, on all ranks. Gives an error that the caller did not ask for."""
-        self.check_open()
-        last = self._current
-        refuses, call = self._when_busy == "refuse", Call("saving to", url)
-        if refuses and broadcast(self._asking, call, _ASKING, lambda: last is not None and last.under_way):
-            earlier = last.url if last is not None else "another place"
-            raise SaveInFlight(f"the save to {earlier} is under way; wait for it, or save to {url} later")
-        return self.take_error()
-
-    def check_open(self) -> None:
-        """Raises InvalidRequest after `close`, and in a fork of the process."""
-        if self._closed:
-            raise InvalidRequest("this saver is closed")
-        if self._forked:
-            raise InvalidRequest(
-                f"this saver belongs to process {self._process}, and this is a fork; make another here"
-            )
-
-    @property
-    def _forked(self) -> bool:
-        """Whether this is a copy in a fork: it has no thread that saves, and the writing process is the parent's."""
-        return os.getpid() != self._process
-
-    def _hook(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
-        """Let these optimizers wait, before each step, until the state may be changed."""
-        for optimizer in optimizers:
-            if optimizer not in self._hooks:
-                self._hooks[optimizer] = optimizer.register_step_pre_hook(self._wait_unread)
-
-    def _wait_unread(self, *_: Any) -> None:
-        # Errors are raised elsewhere. Here it only matters that the state is no longer read.
-        if self._current is not None and not self._forked:
-            self._current.join_reading()
+    place = str(path) if path is not None else place_of(chosen.writer)
+    return engine.begin_copied(ticket, place, lambda: copied_state(state), write, refused=call.wrong)
 
 
 def _note(chosen: NoPlanner, ended: PendingSave) -> None:
     if ended.receipt is not None:
         chosen.note(ended.receipt)
-
-
-def _describing(state: Any, options: SaveOptions) -> Callable[[Comm], Described]:
-    return lambda comm: describe(state, comm, options.codec, options.metadata, options.reduce_partial)
-
-
-def _was_described(_: Comm) -> NoReturn:
-    raise AssertionError
-
-
-def _staged(pending: PendingSave, work: SaveWork, store: bytes, staging: Deferred[Staging]) -> StagedSave:
-    options = replace(work.options, cancelled=pending.cancelled)
-    return StagedSave(pending, work.store, store, options, staging, work.then)
-
-
-def _set() -> threading.Event:
-    event = threading.Event()
-    event.set()
-    return event
-
-
-def _giving(value: T) -> Callable[[], T]:
-    """A function that gives the value once, and then does not keep it."""
-    return [value].pop
-
-
-def _raising(error: BaseException) -> Callable[[], Any]:
-    def fail() -> NoReturn:
-        raise error
-
-    return fail
-
-
-def _pickled(store: Store) -> bytes:
-    try:
-        return pickle.dumps(store)
-    except Exception as error:
-        raise InvalidRequest(
-            f"a process cannot save to {store.url}: a {type(store).__name__} belongs to this one ({error}). "
-            'Use background="thread".'
-        ) from error

@@ -4,11 +4,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
-from milepost.background.pending import PendingSave
 from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Staging
+from milepost.background.ticket import Permit
 from milepost.comm import Call, Comm, Deferred, together
-from milepost.data.transfer import check_cancelled
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt, save_state
@@ -22,10 +21,10 @@ Then = Callable[[Comm], None]
 class StagedSave:
     """A save with the copy of the state, or the error to raise on all ranks.
 
-    `packed_store`: the store as the writing process gets it.
+    `packed_store`: the store as the writing process gets it. `permit`: whether it may commit.
     """
 
-    pending: PendingSave
+    permit: Permit
     store: Store
     packed_store: bytes
     options: SaveOptions
@@ -38,10 +37,16 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
 
     def describing() -> Described:
         staging = save.staging.get()
-        staging.copy()
-        staging.settle()
-        check_cancelled(save.options.cancelled)
-        return staging.described()
+
+        def let_go() -> None:
+            staging.check_unchanged()
+            staging.release()
+            save.permit.wait()  # the caller goes on now, and allows the commit; or has left
+
+        staging.copy(save.permit.check)
+        if staging.is_copied():
+            let_go()
+        return staging.described(let_go)
 
     return save_state(None, save.store, comm, save.options, describing)
 
@@ -51,8 +56,10 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
     staging = save.staging.result
     if staging is not None and staging.fits():
         try:
-            staging.copy()
-            check_cancelled(save.options.cancelled)
+            staging.copy(save.permit.check)
+            if staging.fits():  # still: there may have been too little memory
+                staging.at_return.set()
+                save.permit.wait()  # what is handed over is committed even if this process dies
         except Exception as error:  # noqa: BLE001  # raised on every rank
             save = replace(save, staging=Deferred(None, error))
     processes.choose(save.store.url)
@@ -61,12 +68,12 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
         # The process cannot see memory that was not copied. So this thread writes, and meets the other processes.
         return write_by_thread(save, processes.started().comm)
     if processes.writers is None:
-        staging.settle()  # starting them takes seconds
+        staging.release()  # starting them takes seconds
     writers = processes.started()
     processes.share(writers)
     number = writers.hand_over(save.store.url, save.packed_store, staging.slots(), save.options)
-    staging.settle()  # not before: a trainer that dies from here on leaves a checkpoint
-    return writers.outcome(number, save.options, save.pending)
+    staging.release()  # not before: a trainer that dies from here on leaves a checkpoint
+    return writers.outcome(number, save.options)
 
 
 def after_commit(comm: Comm, url: str, then: Then | None) -> None:

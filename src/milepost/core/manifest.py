@@ -158,7 +158,8 @@ def seal(manifest: Manifest) -> bytes:
             continue
         if isinstance(field, tuple):
             # A row on a line: JSON has no raw newline inside a row.
-            rows = _ENCODER.encode_lines(field).rstrip(b"\n").replace(b"\n", b",\n  ").decode()
+            # As a list: msgspec (0.22) does not free the iterator that it makes for anything else.
+            rows = _ENCODER.encode_lines(list(field)).rstrip(b"\n").replace(b"\n", b",\n  ").decode()
             lines.append(f'"{name}": [\n  {rows}\n]' if rows else f'"{name}": []')
         else:
             lines.append(f'"{name}": {_ENCODER.encode(field).decode()}')

@@ -1,6 +1,7 @@
 """Pausing Python's search for cycles while many small objects are made."""
 
 import gc
+import os
 import threading
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -31,6 +32,19 @@ class CollectionPaused(ContextDecorator):
     ) -> None:
         global _pauses  # noqa: PLW0603
         with _lock:
-            _pauses -= 1
-            if _pauses == 0 and _was_enabled:
-                gc.enable()
+            if _pauses > 0:  # not in a fork, which has ended all pauses
+                _pauses -= 1
+                if _pauses == 0 and _was_enabled:
+                    gc.enable()
+
+
+def _end_pauses_in_fork() -> None:
+    """The threads that paused the collector are not in the fork (a data loader's, for example), nor is their lock."""
+    global _lock, _pauses  # noqa: PLW0603
+    _lock = threading.Lock()
+    if _pauses > 0 and _was_enabled:
+        gc.enable()
+    _pauses = 0
+
+
+os.register_at_fork(after_in_child=_end_pauses_in_fork)

@@ -11,6 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.core.option_values import check_values
+from milepost.data.threads import Crew, Latch
 from milepost.errors import InvalidRequest, SaveCancelled
 
 J = TypeVar("J")
@@ -132,7 +133,7 @@ class Meter:
         action: Literal["save", "load", "verify"],
         url: str,
         watcher: Watcher | None = None,
-        cancelled: threading.Event | None = None,
+        cancelled: Latch | None = None,
     ) -> None:
         self._action, self._url, self._watcher = action, url, watcher
         self._cancelled = cancelled
@@ -176,8 +177,8 @@ class Meter:
             self._watcher = None
 
 
-def check_cancelled(cancelled: threading.Event | None) -> None:
-    """Raises SaveCancelled if this event is set."""
+def check_cancelled(cancelled: Latch | None) -> None:
+    """Raises SaveCancelled if this is set."""
     if cancelled is not None and cancelled.is_set():
         raise SaveCancelled("the save was cancelled; nothing of it remains")
 
@@ -218,35 +219,28 @@ def run_all(
         except BaseException as error:  # noqa: BLE001  # raised where the caller waits
             queue.stop(error)
 
-    others = [
-        threading.Thread(target=work, args=(_no_watch,), name="milepost", daemon=True) for _ in range(threads - 1)
-    ]
+    # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
+    others = Crew(lambda: work(_no_watch), "milepost", threads - 1, daemon=True)
     try:
-        # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
-        with contextlib.suppress(RuntimeError):
-            for other in others:
-                other.start()
-        others = [other for other in others if other.ident is not None]
+        others.start()
         work(meter.report if meter is not None else _no_watch)
-        while meter is not None and any(other.is_alive() for other in others):
-            others[-1].join(_REPORT_EVERY_S)
-            others = [other for other in others if other.is_alive()]
+        while meter is not None and not others.join(_REPORT_EVERY_S):
             meter.report()
     finally:
         queue.stop(None)
-        _join_all([other for other in others if other.ident is not None])
+        _join(others)
     if queue.error is not None:
         raise queue.error
 
 
-def _join_all(threads: list[threading.Thread]) -> None:
-    """Wait for all threads, even if interrupted: their file is closed next, and a new file may get its number."""
-    interrupted: KeyboardInterrupt | None = None
-    while any(thread.is_alive() for thread in threads):
+def _join(others: Crew) -> None:
+    """Wait for the others, even if interrupted: their file is closed next, and a new file may get its number."""
+    interrupted: BaseException | None = None
+    while True:
         try:
-            for thread in threads:
-                thread.join()
-        except KeyboardInterrupt as error:
+            others.join()
+            break
+        except BaseException as error:  # noqa: BLE001  # raised when they have ended
             interrupted = error
     if interrupted is not None:
         raise interrupted

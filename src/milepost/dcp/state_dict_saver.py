@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
+from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.dcp._engine.calls import comm_of, save_with
 from milepost.dcp._engine.savers import save_in_background
 from milepost.dcp._engine.shared import TURNS
@@ -100,12 +101,17 @@ def async_save(
     here. Planners, storage and stagers of your own work in a thread.
     """
     del use_collectives
-    if async_stager is None and not isinstance(storage_writer, AsyncStager):
-        return save_in_background(
-            state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, async_checkpointer_type
-        )
-    ranks = comm_of(process_group, no_dist).secondary("staged")
-    return save_staged_by(async_stager, state_dict, storage_writer, checkpoint_id, planner, ranks)
+
+    def begin(ticket: Ticket) -> "Future[Metadata] | AsyncSaveResponse":
+        if async_stager is None and not isinstance(storage_writer, AsyncStager):
+            kind = async_checkpointer_type
+            return save_in_background(
+                ticket, state_dict, checkpoint_id, storage_writer, planner, process_group, no_dist, kind
+            )
+        ranks = comm_of(process_group, no_dist).secondary("staged")
+        return save_staged_by(ticket, async_stager, state_dict, storage_writer, checkpoint_id, planner, ranks)
+
+    return unless_interrupted(begin)
 
 
 _stateful_to_state_dict = expand_stateful

@@ -40,6 +40,11 @@ class Described:
     live: frozenset[str] = frozenset()
     released: Callable[[], None] = no_callback
 
+    @property
+    def is_live(self) -> bool:
+        """Whether a caller waits to change some of it, private values included."""
+        return self.released is not no_callback
+
 
 @CollectionPaused()
 def describe(

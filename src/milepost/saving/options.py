@@ -1,12 +1,12 @@
 """How to save: the keywords of a call, and the checked record that they become."""
 
-import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
+from milepost.data.threads import Latch
 from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.state.values import Codec
@@ -62,7 +62,7 @@ class SaveOptions:
     reduce_partial: bool = False
     transfer: Transfer = field(default_factory=Transfer)
     progress: Watcher | None = None
-    cancelled: threading.Event | None = None
+    cancelled: Latch | None = None
 
     @property
     def share_replicas(self) -> bool:

@@ -32,6 +32,7 @@ from milepost.saving.describe import Described, describe, no_callback
 from milepost.saving.options import SaveOptions, make_options
 from milepost.saving.replicas import ReplicaCheck, compare
 from milepost.state.tensors import find_part
+from milepost.state.versions import Versions
 from milepost.store import Store
 
 _SHOWN = 50
@@ -160,8 +161,7 @@ class _Save:
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
         aim = take_aim(self.store, overwrite=self.options.overwrite)
-        # A caller waits while live tensors are written. So they are written once, after the ranks have agreed.
-        plan = self._find_plan(described) if described is not None and not described.live else None
+        plan = self._find_plan(described) if described is not None and not described.is_live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         agreement = plan.id if plan is not None and known else b""
         return _Start(aim, agreement, self.options.on_difference == "warn", self.options.compare_replicas)
@@ -170,8 +170,12 @@ class _Save:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)
 
     def _known_plan(self, described: Described | None, agreement: bytes) -> GroupPlan | None:
-        """The plan of an earlier save by this agreement; None if this rank has none, or its structure changed."""
-        plan = self._find_plan(described) if described is not None else None
+        """The plan of an earlier save by this agreement; None if this rank has none, or its structure changed.
+
+        None also for live data. A caller waits while that is written, and allows the commit only then. So it is
+        written once, after the ranks have agreed.
+        """
+        plan = self._find_plan(described) if described is not None and not described.is_live else None
         return plan if plan is not None and plan.id == agreement else None
 
     def _agree(self, described: Deferred[Described]) -> GroupPlan:
@@ -217,7 +221,10 @@ class _Save:
         entries = _entries(plan, described, self.comm.rank)
         early = check.digests() if described.live else {}  # what is live may change once it is written
         self.meter.check()
+        # Live tensors may change as soon as they are written; who released them has looked.
+        versions = Versions(described.tensors, lambda _: not described.is_live)
         written = attempt.write(entries, self.options.transfer, self.meter, released)
+        versions.check()
         speaks = self.comm.rank == unpack_ranks(plan.group)[0]
         file = written.file
         return _Result(

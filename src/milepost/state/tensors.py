@@ -20,7 +20,9 @@ from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
 from milepost.core.limits import MAX_DIMS
 from milepost.core.manifest import TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
+from milepost.state.unpinned import unpin
 
+unpin()
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -12,9 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 import msgspec
 
 from milepost.api import load, save
+from milepost.background.engine import Background, SaveEngine, WhenBusy, check_saver
+from milepost.background.errand import Errand
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background, WhenBusy, check_saver
+from milepost.background.saver import SaveRequest, begin_save, close_after
 from milepost.background.staging import Way
+from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, mark_told, meet, together
 from milepost.core.agreement import Plans
@@ -122,7 +125,7 @@ class Checkpointer:
         make_load_options(**self._for_loads)
         self._shelf = Shelf(store_at(path), StepNames(names, also_read))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
-        self._make_saver: Callable[[], AsyncSaver] = lambda: AsyncSaver(
+        self._make_saver: Callable[[], SaveEngine] = lambda: SaveEngine(
             background=background,
             stage=stage,
             staging_bytes=staging_bytes,
@@ -130,7 +133,8 @@ class Checkpointer:
             process_group=self._ranks(),
             timeout_s=timeout_s,
         )
-        self._saver: AsyncSaver | None = None
+        self._saver: SaveEngine | None = None
+        self._making: Errand[SaveEngine] | None = None
         self._save_planner, self._load_planner = save_planner, load_planner
         self._plans = Plans()
         self._closed = False
@@ -201,39 +205,44 @@ class Checkpointer:
         here, by `save`, `wait` or `close`.
         """
         self._check_open()
-        try:
-            place = self._shelf.place(step)
-        except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
-            self._background().refuse(self.url, error)
         comm = self._ranks()
-        wrong = unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
-        if wrong is not None:
-            self._background().refuse(place, wrong)
-        metadata = dict(metadata or {})
-        if comm.rank == comm.coordinator:
+        planner = planner if planner is not None else self._save_planner
+
+        def begin(ticket: Ticket) -> PendingSave:
+            engine = self._background()
             try:
-                metadata = _with_metrics(metadata, metrics)
-            except Exception as error:  # noqa: BLE001  # raised by `refuse`
-                self._background().refuse(place, error)
-        given: SaveKeywords = {"metadata": metadata, "plans": self._background().plans, **self._for_saves, **options}
-        return self._background().save(
-            state,
-            place,
-            stage=stage,
-            optimizer=optimizer,
-            planner=planner if planner is not None else self._save_planner,
-            then=lambda comm: self._retain(comm, step),
-            **given,
-        )
+                place = self._shelf.place(step)
+            except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
+                engine.refuse(ticket, self.url, error)
+            wrong = unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
+            if wrong is not None:
+                engine.refuse(ticket, place, wrong)
+            made = dict(metadata or {})
+            if comm.rank == comm.coordinator:
+                try:
+                    made = _with_metrics(made, metrics)
+                except Exception as error:  # noqa: BLE001  # raised by `refuse`
+                    engine.refuse(ticket, place, error)
+            given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
+            request = SaveRequest(state, place, stage, optimizer, planner, None, lambda comm: self._retain(comm, step))
+            return begin_save(engine, ticket, request, given)
+
+        return unless_interrupted(begin)
 
     def prewarm(self, state: Any) -> None:
         """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""
         self._check_open()
-        self._background().prewarm(state, **self._for_saves)
+        unless_interrupted(lambda ticket: self._background().prewarm(ticket, state, **self._for_saves))
 
-    def _background(self) -> AsyncSaver:
+    def _background(self) -> SaveEngine:
         if self._saver is None:
-            self._saver = self._make_saver()
+            # By a thread that no signal handler interrupts: a saver that is half made would be counted on this rank
+            # and not on the others, and later ones would not meet theirs.
+            making = self._making = self._making or Errand(self._make_saver)
+            making.start("making a saver")
+            making.ended.wait()
+            self._making = None
+            self._saver = making.get()
         return self._saver
 
     def _retain(self, comm: Comm, step: int) -> None:
@@ -386,8 +395,9 @@ class Checkpointer:
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
         self._check_open()
-        if self._saver is not None:
-            self._saver.wait()
+        error = self._saver.take_error() if self._saver is not None else None
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait for a save under way and free what is kept between saves. May be called twice; other calls then fail.
@@ -409,7 +419,7 @@ class Checkpointer:
         if error is None or self._saver is None:
             self.close()
             return
-        self._saver.__exit__(kind, error, trace)  # logs its own error; the one that ends the block is raised
+        close_after(self._saver, error)  # logs its own error; the one that ends the block is raised
         self.close()
 
     def _finish(self) -> None:

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self, runtime_checkable
 
 import msgspec
 
-from milepost.comm import TIMEOUT_S, Call, Comm, together
+from milepost.comm import TIMEOUT_S, Call, Comm, Solo, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.option_values import check_values, items_of
 from milepost.core.ranks import show_ranks
@@ -280,7 +280,8 @@ class _Lookout:
     def __init__(self, comm: Comm, patience_s: float) -> None:
         self.since: float | None = None
         """When this rank was signalled, or heard that another was."""
-        self._comm, self._patience_s = comm, patience_s
+        self._comm: Comm = comm
+        self._patience_s = patience_s
         self._pause_s = max(_LOOK_S, comm.size / _LOOKS_PER_S)
         self._margin_s = _MARGIN_S + 2 * self._pause_s
         # Unlike an Event, this may be put to by a signal handler that interrupts another use of it in the same thread.
@@ -336,11 +337,12 @@ class _Lookout:
             _log.warning(
                 "the thread of the preemption guard still waits for the job's store after %s s; left alone", _END_S
             )
-        elif self._error is not None:
+            return
+        if self._error is not None:
             _log.warning("the preemption guard could not reach the other ranks: %s", self._error)
-        else:
-            with contextlib.suppress(CheckpointError):  # the job's store may be gone
-                self._comm.close()
+        with contextlib.suppress(CheckpointError):  # the job's store may be gone
+            self._comm.close()
+        self._comm = Solo()  # a closed guard does not keep the job's store
 
     def _left_s(self, margin_s: float) -> float:
         """How much longer to wait for other ranks: no longer than `patience_s` and a margin from the signal on."""

@@ -82,8 +82,9 @@ def test_a_copy_is_exact_and_what_has_none_is_live(kinds, limit, shared):
     stager = Stager(shared, limit)
     staging = stager.begin(it, "host", None)
     staging.copy()
-    staging.settle()
-    copied = staging.described()
+    if staging.is_copied():
+        staging.release()
+    copied = staging.described(staging.release)
     live = copied.live | {entry.header.name for entry in copied.private if entry.live}
     original = flat(it)
     assert {key: raw(data) for key, data in flat(copied).items()} == before
@@ -172,10 +173,11 @@ def test_where_memory_cannot_be_had_everything_is_live(monkeypatch, caplog):
     staging = stager.begin(it, "host", None)
     assert staging.fits()
     staging.copy()
-    staging.settle()
+    if staging.is_copied():
+        staging.release()
     assert not staging.fits()
     assert not staging.done.is_set()
-    assert staging.described().live == {"t"}
+    assert staging.described(staging.release).live == {"t"}
     assert "none left" in caplog.text
 
 
@@ -230,9 +232,9 @@ def test_the_caller_waits_for_what_may_not_wait(monkeypatch, way, with_owned, li
     stager, order = Stager(False, limit), []
     copy = Copier.copy
 
-    def recorded(self, copies, moment):
+    def recorded(self, copies, moment, check):
         order.append((len(copies), staging.at_return.is_set()))
-        copy(self, copies, moment)
+        copy(self, copies, moment, check)
 
     monkeypatch.setattr(Copier, "copy", recorded)
     it = described({"w": model.weight, "b": model.bias, "own": torch.ones(1)})
@@ -242,9 +244,10 @@ def test_the_caller_waits_for_what_may_not_wait(monkeypatch, way, with_owned, li
     assert order[0][1] == (waits_for == "nothing")
     assert order[1] == (later, waits_for != "copy"), "by then the caller is gone"
     assert sum(count for count, _ in order) == {None: 3, 10: 1, 0: 0}[limit]
-    staging.settle()
+    if staging.is_copied():
+        staging.release()
     assert staging.done.is_set() == (limit is None), "what is live is not yet written"
-    staging.described().released()
+    staging.described(staging.release).released()
     assert staging.done.is_set()
 
 
@@ -253,13 +256,14 @@ def test_what_is_live_and_not_the_optimizers_keeps_the_caller():
     stager = Stager(False, 0)
     staging = stager.begin(described({"ema": torch.ones(3)}), "overlap", Owned([optimizer]))
     staging.copy()
-    staging.settle()
+    if staging.is_copied():
+        staging.release()
     assert not staging.at_return.is_set()
     waiting = threading.Thread(target=staging.at_return.wait)
     waiting.start()
     time.sleep(0.02)
     assert waiting.is_alive()
-    staging.described().released()
+    staging.described(staging.release).released()
     waiting.join(10)
     assert not waiting.is_alive()
 

@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from milepost.background.process.messages import (
     Told,
     unpack_error,
 )
+from milepost.data.threads import Latch
 from milepost.data.transfer import Watcher
 from milepost.errors import WriterDied
 from milepost.saving.pipeline import Receipt
@@ -99,11 +99,11 @@ class Link:
         self._numbers += 1
         return self._numbers
 
-    def outcome(self, number: int, watcher: Watcher | None, cancelled: threading.Event) -> Receipt:
+    def outcome(self, number: int, watcher: Watcher | None, cancelled: Latch | None) -> Receipt:
         """Wait for the end of a save. Raises the error of the save, or WriterDied."""
         asked = False
         while True:
-            if cancelled.is_set() and not asked:
+            if cancelled is not None and cancelled.is_set() and not asked:
                 asked = True
                 self._send(Cancel(number))
             message = self._receive(None)

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from milepost.background.pending import PendingSave
 from milepost.background.process.client import Link
 from milepost.background.process.messages import LEFT, Order, Ranks
 from milepost.comm import Announcement, BoardComm, Call, Comm, broadcast, depart, together
@@ -75,10 +74,10 @@ class Writers:
             self.link.hand_over(Order(number, url, store, described, plain, options.progress is not None))
         return number
 
-    def outcome(self, number: int, options: SaveOptions, pending: PendingSave) -> Receipt:
+    def outcome(self, number: int, options: SaveOptions) -> Receipt:
         """Wait for the end of a save. If the process dies, the other ranks hear of it."""
         with self._in_touch():
-            return self.link.outcome(number, options.progress, pending.cancelled)
+            return self.link.outcome(number, options.progress, options.cancelled)
 
     @contextlib.contextmanager
     def _in_touch(self) -> Iterator[None]:

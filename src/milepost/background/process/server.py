@@ -40,6 +40,7 @@ from milepost.background.staging.packing import in_place_of
 from milepost.comm import BoardComm, Comm, Solo, depart
 from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
+from milepost.data.threads import Latch
 from milepost.data.transfer import Progress
 from milepost.errors import InvalidRequest, RanksMissing, WriterDied
 from milepost.saving.pipeline import Receipt, save_state
@@ -59,7 +60,7 @@ class WriterProcess:
     def __init__(self, connection: Connection, trainer: int) -> None:
         self._connection, self._trainer = connection, trainer
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._cancelled: dict[int, threading.Event] = {}
+        self._cancelled: dict[int, Latch] = {}
         self._lock = threading.Lock()
         self._comm: Comm = Solo()
         self._server: Any = None
@@ -116,9 +117,9 @@ class WriterProcess:
             message = recv_handle(self._connection), message.size_bytes
         self._orders.put(message)
 
-    def _event(self, number: int) -> threading.Event:
+    def _event(self, number: int) -> Latch:
         with self._lock:
-            return self._cancelled.setdefault(number, threading.Event())
+            return self._cancelled.setdefault(number, Latch())
 
     def _tell(self, message: Any) -> None:
         with contextlib.suppress(OSError), self._lock:  # the trainer may be gone

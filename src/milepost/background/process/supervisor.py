@@ -3,7 +3,7 @@
 from milepost.background.process.client import Link, start
 from milepost.background.process.peers import Writers
 from milepost.background.staging.arena import Arena
-from milepost.comm import Announcement, Call, Comm, broadcast
+from milepost.comm import Announcement, Call, Comm, Solo, broadcast
 from milepost.core.wire import Wire
 from milepost.errors import WriterDied
 
@@ -17,7 +17,8 @@ class WriterSupervisor:
     """
 
     def __init__(self, comm: Comm, address: str, arena: Arena) -> None:
-        self._comm, self._address, self._arena = comm, address, arena
+        self._comm: Comm = comm
+        self._address, self._arena = address, arena
         # A process takes some seconds to start: so it begins now.
         self._link: Link | None = start()
         self._starts = 0
@@ -72,3 +73,4 @@ class WriterSupervisor:
         self.stop()
         if self._link is not None:
             self._link.close()
+        self._comm = Solo()

@@ -55,11 +55,11 @@ class Arena:
             return
         size_bytes = max(-(-size_bytes // PAGE_BYTES) * PAGE_BYTES, self.capacity, PAGE_BYTES)
         self.free()
+        self.version += 1  # first: whatever stops this, a process that maps the old memory must not be taken as current
+        self._tried_to_pin = pinned
         pages = self._new_pages(size_bytes)
         self._data = torch.frombuffer(pages, dtype=torch.uint8)
         self.capacity = size_bytes
-        self.version += 1
-        self._tried_to_pin = pinned
         _populate(int(self._data.data_ptr()), size_bytes)
         if pinned:
             self._pin()

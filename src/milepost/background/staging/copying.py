@@ -2,7 +2,7 @@
 
 import os
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -12,6 +12,7 @@ from milepost.core.box import Box
 from milepost.core.limits import MIB
 from milepost.data.memory import address_of, as_bits, copy_bytes
 from milepost.data.transfer import run_all
+from milepost.saving.describe import no_callback
 
 _AT_ONCE_BYTES = 8 * MIB
 _PIECE_BYTES = 64 * MIB
@@ -50,21 +51,29 @@ class Copier:
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def copy(self, copies: list[Copy], moment: Moment) -> None:
-        """Return when all are copied, as they were at that moment. Waiting for a GPU lets other threads run."""
+    def copy(self, copies: list[Copy], moment: Moment, check: Callable[[], None] = no_callback) -> None:
+        """Return when all are copied, as they were at that moment. Waiting for a GPU lets other threads run.
+
+        `check` is called now and then. If it raises, nothing is read any more when that leaves here.
+        """
         by_device: dict[torch.device, list[Copy]] = {}
         for one in copies:
             by_device.setdefault(one.source.device, []).append(one)
         here = by_device.pop(torch.device("cpu"), [])
-        begun = [self._begin(device, theirs, moment) for device, theirs in by_device.items() if device.type == "cuda"]
-        for device, theirs in by_device.items():
-            if device.type != "cuda":
-                _copy_from(theirs)
-        _copy_here(here)
-        for event in begun:
-            event.synchronize()
+        try:
+            for device, theirs in by_device.items():
+                if device.type == "cuda":
+                    self._begin(device, theirs, moment, check)
+            for device, theirs in by_device.items():
+                if device.type != "cuda":
+                    _copy_from(theirs, check)
+            _copy_here(here, check)
+        finally:
+            for device in by_device:
+                if device in self._streams:
+                    self._streams[device].synchronize()
 
-    def _begin(self, device: torch.device, copies: list[Copy], moment: Moment) -> torch.cuda.Event:
+    def _begin(self, device: torch.device, copies: list[Copy], moment: Moment, check: Callable[[], None]) -> None:
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         stream = self._streams[device]
@@ -75,7 +84,7 @@ class Copier:
                 # In one call: each call hands Python's lock over, and the training thread would wait for it every time.
                 torch._foreach_copy_([one.target for one in batch], [one.source for one in batch], non_blocking=True)
                 queue.wait_a_little()
-        return queue.mark()
+                check()
 
 
 class _StreamQueue:
@@ -138,7 +147,7 @@ def _bits(source: torch.Tensor) -> torch.Tensor:
     return as_bits(source.resolve_conj().resolve_neg())
 
 
-def _copy_here(copies: list[Copy]) -> None:
+def _copy_here(copies: list[Copy], check: Callable[[], None]) -> None:
     """Copy what is on the CPU, large tensors in pieces and small ones together, by several threads."""
     large: list[tuple[int, int, int]] = []
     small: list[Copy] = []
@@ -152,28 +161,31 @@ def _copy_here(copies: list[Copy]) -> None:
             small.append(one)
 
     def worker(job: tuple[int, int, int]) -> None:
+        check()
         copy_bytes(*job)
 
     threads = min(_THREADS, os.cpu_count() or 1, len(large))
     if large:
         run_all(iter(large), lambda: worker, threads)
     for one in small:
-        _copy_small(one)
+        check()
+        _copy_small(one, check)
 
 
-def _copy_small(one: Copy) -> None:
+def _copy_small(one: Copy, check: Callable[[], None]) -> None:
     at = address_of(one.source)
     if at:
         copy_bytes(int(one.target.data_ptr()), at, one.target.nbytes)
     else:
-        _copy_from([one])
+        _copy_from([one], check)
 
 
-def _copy_from(copies: list[Copy]) -> None:
+def _copy_from(copies: list[Copy], check: Callable[[], None]) -> None:
     """Copy in the way that any device and any strides allow."""
     with torch.no_grad():
         for one in copies:
             for part in _parts(one):
+                check()
                 part.target.copy_(part.source)
 
 

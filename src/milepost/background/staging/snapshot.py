@@ -8,7 +8,6 @@ What does not fit in the memory that is allowed is not copied: it is written fir
 """
 
 import logging
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any, Literal
@@ -20,8 +19,10 @@ from milepost.background.staging.arena import Arena, budget_of
 from milepost.background.staging.copying import Copier, Copy, Moment, clone_on_devices, room_on
 from milepost.background.staging.packing import Packed, Slot, in_place_of, pack
 from milepost.core.box import Shape
+from milepost.data.threads import Latch
 from milepost.data.write import EntryToWrite
-from milepost.saving.describe import Described
+from milepost.saving.describe import Described, no_callback
+from milepost.state.versions import Versions
 
 Way = Literal["auto", "host", "device", "overlap"]
 _log = logging.getLogger("milepost")
@@ -79,11 +80,17 @@ class Stager:
 
 
 class Owned:
-    """The memory that only an optimizer changes: its parameters and what it keeps for each."""
+    """The memory that only an optimizer changes, in a `step` that waits: its parameters and what it keeps for each.
+
+    Those of a capturable optimizer do not count. Its step can be recorded in a CUDA graph; a replay runs no hook, and
+    so does not wait for a copy.
+    """
 
     def __init__(self, optimizers: Iterable[torch.optim.Optimizer]) -> None:
         self._storages: set[int] = set()
         for optimizer in optimizers:
+            if any(group.get("capturable") for group in optimizer.param_groups):
+                continue
             for group in optimizer.param_groups:
                 self._add(group["params"])
             for kept in optimizer.state.values():
@@ -108,7 +115,7 @@ class Staging:
 
     def __init__(self, stager: Stager, described: Described, packed: Packed, way: Way, owned: Owned | None) -> None:
         self._stager, self._described, self._packed = stager, described, packed
-        self.at_return, self.done = threading.Event(), threading.Event()
+        self.at_return, self.done = Latch(), Latch()
         on_gpu = [data for data in [*(d for d, _ in packed.sources), *packed.left_out] if _is_on_gpu(data)]
         self.way = _chosen(way, on_gpu, owned, 1 if stager.has_cloned else 2)
         self._clones: dict[int, torch.Tensor] = {}
@@ -119,12 +126,13 @@ class Staging:
             except torch.OutOfMemoryError:
                 self.way = "overlap" if owned else "host"
         self._moment = Moment(on_gpu)
+        self._versions = Versions(described.tensors, lambda data: id(data) not in self._clones)
         self._may_wait = self._rule(owned)
         if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
             self.at_return.set()
 
     @property
-    def unread(self) -> threading.Event:
+    def unread(self) -> Latch:
         """Set when the state is no longer read: if it was copied on the GPU, long before `done`."""
         return self.at_return if self.way == "device" else self.done
 
@@ -149,27 +157,32 @@ class Staging:
         """Whether all of the state gets a place in host memory."""
         return not self._packed.left_out
 
-    def copy(self) -> None:
-        """Copy all that fits."""
+    def copy(self, check: Callable[[], None] = no_callback) -> None:
+        """Copy all that fits. `check` is called now and then, and stops it by raising."""
+        check()
         self._reserve()
         now: list[Copy] = []
         later: list[Copy] = []
         for (data, _), target in zip(self._packed.sources, self._stager.places(self._packed), strict=True):
             copy = Copy(self._clones.get(id(data), data), target)
             (later if self._may_wait(data) else now).append(copy)
-        self._stager.copier.copy(now, self._moment)
+        self._stager.copier.copy(now, self._moment, check)
         if (later or self._packed.left_out) and self._rest_may_wait():
             self.at_return.set()
-        self._stager.copier.copy(later, self._moment)
+        self._stager.copier.copy(later, self._moment, check)
+        self.check_unchanged()
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
 
     def _rest_may_wait(self) -> bool:
         return all(self._may_wait(data) for data in self._packed.left_out)
 
-    def settle(self) -> None:
-        """After `copy`: let the caller go on, unless something is read from where it is."""
-        if all(id(data) in self._clones for data in self._packed.left_out):
-            self.release()
+    def is_copied(self) -> bool:
+        """After `copy`: whether nothing is read from where it is."""
+        return all(id(data) in self._clones for data in self._packed.left_out)
+
+    def check_unchanged(self) -> None:
+        """Raises InvalidState if the state has changed since the save began. Call it before the state is released."""
+        self._versions.check()
 
     def release(self) -> None:
         """Nothing reads the state any more."""
@@ -180,9 +193,13 @@ class Staging:
         """Drop the state: the save has ended, and its error may keep this object."""
         self._packed, self._clones = Packed([], {}, [], 0), {}
         self._described = replace(self._described, tensors={}, private=[])
+        self._versions = Versions({})
 
-    def described(self) -> Described:
-        """The state as it was, to be written: from the copies, and where there are none from the original."""
+    def described(self, released: Callable[[], None]) -> Described:
+        """The state as it was, to be written: from the copies, and where there are none from the original.
+
+        `released` is called when the originals have been written.
+        """
         places = self._stager.places(self._packed)
         made = {slot.offset: place for (_, slot), place in zip(self._packed.sources, places, strict=True)}
 
@@ -201,7 +218,7 @@ class Staging:
             result,
             live=frozenset(key for key, local in tensors if any(id(part.data) in live for part in local.parts)),
             private=[EntryToWrite(new.header, new.data, id(old.data) in live) for new, old in private],
-            released=self.release,
+            released=released,
         )
 
     def slots(self) -> Described:

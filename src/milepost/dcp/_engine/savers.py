@@ -8,9 +8,10 @@ from typing import Any
 
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
+from milepost.background.engine import Background, SaveEngine, SaveWork
 from milepost.background.pending import PendingSave
-from milepost.background.saver import AsyncSaver, Background, SaveWork
 from milepost.background.staging.state_copy import copied_state
+from milepost.background.ticket import Ticket
 from milepost.comm import TIMEOUT_S, Comm
 from milepost.comm.base import Solo
 from milepost.dcp._engine.calls import comm_of, save_with
@@ -57,6 +58,7 @@ class AskedFuture(Future[Metadata]):
 
 
 def save_in_background(
+    ticket: Ticket,
     state_dict: dict[str, Any],
     checkpoint_id: str | os.PathLike[str] | None,
     storage_writer: StorageWriter | None,
@@ -71,21 +73,23 @@ def save_in_background(
     saver = SAVERS.get(_ALONE if no_dist else process_group, background, TIMEOUT_S)
     TURNS.wait(storage_writer, planner)
     with raising_checkpoint_exceptions("save", comm):
-        saver.join()  # it may use the same storage
+        if storage_writer is not None or planner is not None:
+            saver.join()  # it may use the same storage
         chosen = route(storage_setup(storage_writer, checkpoint_id, reader=False), planner)
         match chosen:
             case NoPlanner():
-                pending, look_up = _save_staged(saver, state_dict, chosen)
+                pending, look_up = _save_staged(saver, ticket, state_dict, chosen)
             case LocalPlanner() | GlobalPlanner():
-                pending, look_up = _save_copied(saver, state_dict, chosen)
+                pending, look_up = _save_copied(saver, ticket, state_dict, chosen)
     future = AskedFuture(pending)
-    TURNS.enter(future, storage_writer, planner)
+    # In this order: what waits for its turn waits for a future that will end.
     pending.add_done_callback(lambda ended: _resolve(future, ended, look_up, comm))
+    TURNS.enter(future, storage_writer, planner)
     return future
 
 
 def _save_staged(
-    saver: AsyncSaver, state_dict: dict[str, Any], chosen: NoPlanner
+    saver: SaveEngine, ticket: Ticket, state_dict: dict[str, Any], chosen: NoPlanner
 ) -> tuple[PendingSave, Callable[[Receipt], Metadata]]:
     """The usual path. As in DCP, the lowest rank's is kept where ranks differ. DCP is silent about it; this warns."""
     options = chosen.options(make_options(on_difference="warn", plans=saver.plans))
@@ -96,11 +100,11 @@ def _save_staged(
         chosen.note(receipt)
         return SavedMetadata(partial(metadata_at, store, receipt.generation))
 
-    return saver.begin(work, "host"), look_up
+    return saver.begin(ticket, work, "host"), look_up
 
 
 def _save_copied(
-    saver: AsyncSaver, state_dict: dict[str, Any], chosen: LocalPlanner | GlobalPlanner
+    saver: SaveEngine, ticket: Ticket, state_dict: dict[str, Any], chosen: LocalPlanner | GlobalPlanner
 ) -> tuple[PendingSave, Callable[[Receipt], Metadata]]:
     """Planners and storage of other kinds get a copy of the state."""
     kept: list[Metadata] = []
@@ -109,7 +113,8 @@ def _save_copied(
         kept.append(save_with(copied, chosen.writer, chosen.planner, comm))
         return Receipt(place_of(chosen.writer), 0, "", comm.size, 0)
 
-    return saver.begin_copied(place_of(chosen.writer), lambda: copied_state(state_dict), write), lambda _: kept[0]
+    pending = saver.begin_copied(ticket, place_of(chosen.writer), lambda: copied_state(state_dict), write)
+    return pending, lambda _: kept[0]
 
 
 def _resolve(future: AskedFuture, ended: PendingSave, look_up: Callable[[Receipt], Metadata], comm: Comm) -> None:
