@@ -25,7 +25,17 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
     "int": int,
     "float": float,
     "str": str,
+    "tuple": tuple,
+    "bool": bool,
+    "bytes": bytes,
+    "complex": complex,
+    "frozenset": frozenset,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
 }
+"""What a defaultdict may make, by name. A factory of any other kind is code, and is neither saved nor run."""
+DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+"""The types of dict that come back as what they were; `defaultdict:<factory>` is the fourth."""
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,16 +125,26 @@ def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
 def container_kind(value: Any, path: Path = ()) -> str:
     """The manifest's word for a container. Raises UnknownContainer for a type that would not come back the same."""
     kind = type(value)
-    if kind in (dict, OrderedDict, list, tuple):
+    if kind in (list, tuple) or kind in DICTS.values():
         return str(kind.__name__)
     if kind is defaultdict:
-        for name, factory in FACTORIES.items():
-            if value.default_factory is factory:
-                return f"defaultdict:{name}"
+        factory = factory_name(value)
+        if factory is not None:
+            return f"defaultdict:{factory}"
         raise UnknownContainer(f"{show_path(path)!r} is a defaultdict with a factory of its own")
     if is_namedtuple(value):
         return f"namedtuple:{kind.__name__}"
     raise UnknownContainer(f"{show_path(path)!r} is a {kind.__module__}.{kind.__qualname__}")
+
+
+def is_dict(kind: str) -> bool:
+    """Whether a node of this kind has named children: it is a dict of some type."""
+    return kind.partition(":")[0] in (*DICTS, "defaultdict")
+
+
+def factory_name(value: defaultdict[Any, Any]) -> str | None:
+    """The name of a defaultdict's factory, or None for one that is not of `FACTORIES`."""
+    return next((name for name, factory in FACTORIES.items() if value.default_factory is factory), None)
 
 
 def is_namedtuple(value: Any) -> bool:
@@ -250,12 +270,7 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
         fields = [str(child.node.name) for child in branch.children]
         values = [build(c, decode, leaf, (*path, f)) for c, f in zip(branch.children, fields, strict=True)]
         return make_namedtuple(detail, fields)._make(values)
-    empty: dict[str, Callable[[], dict[Any, Any]]] = {
-        "dict": dict,
-        "OrderedDict": OrderedDict,
-        "defaultdict": lambda: defaultdict(FACTORIES[detail]),
-    }
-    result = empty[kind]()
+    result: dict[Any, Any] = defaultdict(FACTORIES[detail]) if kind == "defaultdict" else DICTS[kind]()
     for key, child in zip(_names(branch, decode), branch.children, strict=True):
         result[key] = None  # keeps the order, even if the rest fails
         result[key] = build(child, decode, leaf, (*path, key))
@@ -288,7 +303,7 @@ def check_kinds(nodes: Iterable[Node]) -> None:
     """Refuse kinds of node that this version does not know."""
     for spelled in {node.kind for node in nodes}:
         kind, _, detail = spelled.partition(":")
-        plain = kind in (*LEAVES, "dict", "OrderedDict", "list", "tuple") and not detail
+        plain = kind in (*LEAVES, *DICTS, "list", "tuple") and not detail
         if not (plain or kind == "namedtuple" or (kind == "defaultdict" and detail in FACTORIES)):
             raise ValueError(f"a node of the unknown kind {spelled[:80]!r}")
 

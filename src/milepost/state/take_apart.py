@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from milepost.core.leaves import LeafRule
-from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
 from milepost.state.tensors import is_tensor
 from milepost.state.values import Codec
@@ -64,6 +64,7 @@ def _special(value: Any) -> Leaf | None:
     return "per_rank" if isinstance(value, PerRank) else None
 
 
+_KNOWN = f"A state also takes OrderedDict, Counter and defaultdict (of {', '.join(FACTORIES)})."
 _LEAVES = LeafRule(_special, is_stateful)
 
 
@@ -97,4 +98,6 @@ def take_apart(
     except TooDeep as error:
         raise InvalidState(str(error)) from None
     except UnknownContainer as error:
-        raise InvalidState(f"{error}, which would not come back the same; use a dict, list or tuple") from None
+        raise InvalidState(
+            f"{error}, which would not come back the same; use a dict, list or tuple. {_KNOWN}"
+        ) from None

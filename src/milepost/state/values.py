@@ -13,6 +13,7 @@ import pickle
 import re
 import reprlib
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -21,7 +22,7 @@ import numpy as np
 from milepost.core.dtypes import DTYPES
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
-from milepost.core.tree import is_namedtuple, make_namedtuple
+from milepost.core.tree import FACTORIES, factory_name, is_namedtuple, make_namedtuple
 from milepost.errors import InvalidRequest, InvalidState, UnsupportedFormat
 
 _JSON_INT = 2**53
@@ -179,12 +180,22 @@ def _encode_float(value: float) -> Any:
     return value if math.isfinite(value) else {"float": repr(value)}
 
 
-def _encode_dict(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> Any:
+def _encode_pairs(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> list[list[Any]]:
     pairs = []
     for k, v in value.items():
         name = _inside(key, k)
         pairs.append([codec.encode_at(k, name, depth + 1), codec.encode_at(v, name, depth + 1)])
-    return {"dict": pairs}
+    return pairs
+
+
+def _encode_defaultdict(codec: Codec, value: defaultdict[Any, Any], key: str, depth: int) -> Any:
+    factory = factory_name(value)
+    if factory is None:
+        raise InvalidState(
+            f"{key!r} is a defaultdict whose factory is {reprlib.repr(value.default_factory)}, which is code. Use one "
+            f"of {', '.join(FACTORIES)} as the factory, or a dict."
+        )
+    return {"defaultdict": [factory, _encode_pairs(codec, value, key, depth)]}
 
 
 def _encode_items(name: str) -> Callable[[Codec, Any, str, int], Any]:
@@ -227,7 +238,10 @@ _ENCODERS: dict[type, Callable[[Codec, Any, str, int], Any]] = {
     tuple: _encode_items("tuple"),
     set: _encode_set("set"),
     frozenset: _encode_set("frozenset"),
-    dict: _encode_dict,
+    dict: lambda c, v, k, d: {"dict": _encode_pairs(c, v, k, d)},
+    OrderedDict: lambda c, v, k, d: {"OrderedDict": _encode_pairs(c, v, k, d)},
+    Counter: lambda c, v, k, d: {"Counter": _encode_pairs(c, v, k, d)},
+    defaultdict: _encode_defaultdict,
 }
 
 
@@ -258,6 +272,11 @@ def _decode_dict(codec: Codec, content: Any, key: str, depth: int) -> dict[Any, 
         part = encoded if isinstance(encoded, str) else i
         result[name] = codec.decode_at(value, _inside(key, part), depth + 1)
     return result
+
+
+def _decode_defaultdict(codec: Codec, content: Any, key: str, depth: int) -> defaultdict[Any, Any]:
+    factory, pairs = content
+    return defaultdict(FACTORIES[factory], _decode_dict(codec, pairs, key, depth))
 
 
 def _decode_float(data: Any) -> Any:
@@ -307,6 +326,9 @@ _DECODERS: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "set": lambda c, v, k, d: set(differing(_items(c, v, k, d))),
     "frozenset": lambda c, v, k, d: frozenset(differing(_items(c, v, k, d))),
     "dict": _decode_dict,
+    "OrderedDict": lambda c, v, k, d: OrderedDict(_decode_dict(c, v, k, d)),
+    "Counter": lambda c, v, k, d: Counter(_decode_dict(c, v, k, d)),
+    "defaultdict": _decode_defaultdict,
     "numpy": lambda c, v, k, d: _decode_numpy(v),
     "namedtuple": _decode_namedtuple,
     "enum": lambda c, v, k, d: c.decode_enum(v, k),
