@@ -108,7 +108,8 @@ def load(
     Options:
     `allow_missing=True`: leave what the checkpoint lacks as it is.
     `allow_unexpected=True`: ignore what the state lacks.
-    `convert_dtype=True`: convert where the dtype differs.
+    `convert_dtype=True`: convert between floating types, and between integers. A value beyond the range of the target's
+    type is an error. `convert_dtype="lossy"`: convert between any types, whatever becomes of the values.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
     `verify=False`: do not check the data; manifest and headers are checked all the same. Use it only where something
     else protects every byte.

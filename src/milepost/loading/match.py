@@ -15,6 +15,7 @@ import torch
 import xxhash
 
 from milepost.core.box import Shape
+from milepost.core.dtypes import Convert, may_convert
 from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
 from milepost.data.place import Placement
@@ -42,7 +43,7 @@ class _Placeholder:
 class Matcher:
     """Matches one rank's state with a manifest."""
 
-    def __init__(self, manifest: Manifest, codec: Codec, describer: Describer, convert_dtype: bool) -> None:
+    def __init__(self, manifest: Manifest, codec: Codec, describer: Describer, convert_dtype: Convert) -> None:
         self._manifest, self._codec, self._describer = manifest, codec, describer
         self._convert_dtype = convert_dtype
         self._tensors = {t.key: t for t in manifest.tensors}
@@ -161,7 +162,7 @@ class Matcher:
             return []
         if local.dtype != saved.dtype:
             self._dtypes[key] = (saved.dtype, local.dtype)
-            if not self._convert_dtype:
+            if not may_convert(saved.dtype, local.dtype, self._convert_dtype):
                 return []
         why = next(filter(None, (why_not_filled(part.data) for part in local.parts)), None)
         if why is not None:

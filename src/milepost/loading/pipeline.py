@@ -77,7 +77,8 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         shared = {key for exchange in exchanges for key in exchange.keys}
         own = (p for p in target.get().placements if p.item.key not in shared)
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
-        place_all(files, placements, options.transfer, meter, verify=options.verify)
+        lossy = options.convert_dtype == "lossy"
+        place_all(files, placements, options.transfer, meter, verify=options.verify, lossy=lossy)
         values = _read_values(match, files, comm, options.codec)
         for exchange in exchanges:
             exchange.prepare()

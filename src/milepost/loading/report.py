@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 
 from milepost.core.box import Shape
+from milepost.core.dtypes import Convert, conversion, may_convert
 from milepost.core.ranks import show_ranks
 
 _NUMBER = re.compile(r"\d+")
@@ -53,14 +54,14 @@ class LoadReport:
     kinds: Mapping[str, str]
     read_bytes: tuple[int, ...]
 
-    def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: bool = False) -> bool:
-        """Whether a load with these permissions would go through."""
+    def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: Convert = False) -> bool:
+        """Whether a load with these permissions would read: its values may still not fit the types of the targets."""
         return not (
             self.shapes
             or self.kinds
             or (self.missing and not allow_missing)
             or (self.unexpected and not allow_unexpected)
-            or (self.dtypes and not convert_dtype)
+            or not all(may_convert(*pair, convert_dtype) for pair in self.dtypes.values())
         )
 
     def __str__(self) -> str:
@@ -72,7 +73,7 @@ class LoadReport:
         lines.append(f"{ranks} would read {read:,} bytes{most}")
         return "\n".join(lines)
 
-    def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: bool) -> list[str]:
+    def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: Convert) -> list[str]:
         """One block of text for each kind of difference that is not allowed, with what to do."""
         blocks = []
         if self.missing and not allow_missing:
@@ -105,13 +106,28 @@ class LoadReport:
                     "if a target is one shard, pass the DTensor itself, not its local part",
                 )
             )
-        if self.dtypes and not convert_dtype:
-            lines = grouped(self.dtypes, lambda key: "saved as {} and the target is {}".format(*self.dtypes[key]))
-            blocks.append(_block(len(self.dtypes), "of another dtype", lines, "convert_dtype=True converts them"))
+        blocks += self._dtype_problems(convert_dtype)
         if self.kinds:
             lines = grouped(self.kinds, lambda key: self.kinds[key])
             blocks.append(_block(len(self.kinds), "of another kind", lines, "give the target what was saved"))
         return blocks
+
+    def _dtype_problems(self, convert_dtype: Convert) -> list[str]:
+        blocks = []
+        refused = {key: pair for key, pair in self.dtypes.items() if not may_convert(*pair, convert_dtype)}
+        for kinds, what, hint in _CONVERSIONS:
+            found = [key for key, pair in refused.items() if conversion(*pair) in kinds]
+            if found:
+                lines = grouped(found, lambda key: "saved as {} and the target is {}".format(*refused[key]))
+                blocks.append(_block(len(found), what, lines, hint))
+        return blocks
+
+
+_CONVERSIONS = [
+    (("fits", "checked"), "of another dtype", "convert_dtype=True converts them"),
+    (("lossy",), "of another kind of number", 'convert_dtype="lossy" converts them'),
+    (("impossible",), "of a dtype that torch does not convert", "give the target the saved dtype"),
+]
 
 
 def _block(count: int, what: str, lines: list[str], hint: str) -> str:
