@@ -27,6 +27,7 @@ from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, restored
 from milepost.errors import CheckpointDamaged, StateMismatch
+from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.tensors import dtype_name, torch_dtype
 
 _IN_PLACE = 64 * KIB
@@ -116,7 +117,7 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
     data = restored(file.packed(item), files.transforms[item.key], size, what, registry)
     if len(data) != size:
         raise CheckpointDamaged(f"{what} is {len(data)} bytes without its transforms, and should be {size}")
-    source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(placement.dtype))
+    source = tensor_of_bytes(data).view(torch_dtype(placement.dtype))
     wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
     same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
     if same:

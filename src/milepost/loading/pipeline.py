@@ -292,7 +292,7 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
 
 def _merged(old: Any, new: Any) -> Any:
     if isinstance(new, LongBytes):
-        return new.finish()
+        return new.value
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and old.flags.writeable:
         old[...] = new  # an array with negative strides was read into other memory
         return old

@@ -64,7 +64,7 @@ def _special(value: Any) -> Leaf | None:
     return "per_rank" if isinstance(value, PerRank) else None
 
 
-_KNOWN = f"A state also takes OrderedDict, Counter and defaultdict (of {', '.join(FACTORIES)})."
+_KNOWN = f"Use a dict, list, tuple, OrderedDict, Counter, or a defaultdict of {', '.join(FACTORIES)}."
 _LEAVES = LeafRule(_special, is_stateful)
 
 
@@ -98,6 +98,4 @@ def take_apart(
     except TooDeep as error:
         raise InvalidState(str(error)) from None
     except UnknownContainer as error:
-        raise InvalidState(
-            f"{error}, which would not come back the same; use a dict, list or tuple. {_KNOWN}"
-        ) from None
+        raise InvalidState(f"{error}, which would not come back the same. {_KNOWN}") from None

@@ -18,8 +18,9 @@ from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
 from milepost.core.limits import MAX_DIMS
-from milepost.core.manifest import TensorKind
+from milepost.core.manifest import Tensor, TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
+from milepost.state.host_memory import new_bytes, tensor_of_bytes, tensor_over
 
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
@@ -133,7 +134,8 @@ class Describer:
         if isinstance(value, np.ndarray):
             return _plain(from_numpy(value, key), "numpy", key)
         kind: TensorKind = "bytes" if isinstance(value, bytes) else "bytearray"
-        return _plain(torch.frombuffer(bytearray(value), dtype=torch.uint8), kind, key)
+        # A bytearray is copied: while a tensor shares its memory, the caller could not append to it.
+        return _plain(tensor_of_bytes(bytes(value)), kind, key)
 
     def is_alone(self, local: LocalTensor) -> bool:
         """Whether no other rank holds any of what this one does."""
@@ -343,9 +345,9 @@ def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
         raise InvalidState(f"{key!r} is a numpy array of {value.dtype}, which cannot be saved; convert it first")
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidState(f"{key!r} is a masked array; save its data and its mask")
-    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+    if any(stride < 0 for stride in value.strides):  # torch knows no steps backwards
         value = value.copy()
-    return torch.from_numpy(value)
+    return tensor_over(value)
 
 
 def dtype_name(dtype: torch.dtype, key: str) -> str:
@@ -373,6 +375,14 @@ def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
         raise UnsafeCheckpoint(
             f"a tensor of {dtype} {shape} takes {size_bytes(dtype, shape):,} bytes, which cannot be had: {error}"
         ) from None
+
+
+def new_saved(tensor: Tensor) -> tuple[Any, torch.Tensor]:
+    """A new object of the kind that was saved, not set to anything, and the memory of it to read into."""
+    if tensor.is_bytes:
+        return new_bytes(tensor.size_bytes, tensor.kind)
+    memory = new_tensor(tensor.dtype, tensor.shape)
+    return (memory.numpy() if tensor.kind == "numpy" else memory), memory
 
 
 def find_part(local: LocalTensor, box: Box) -> torch.Tensor:
