@@ -22,7 +22,7 @@ from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
 from milepost.loading.target import Match, has_no_memory, placements_for
-from milepost.state.take_apart import PerRank, take_apart
+from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
     is_tensor,
@@ -31,6 +31,7 @@ from milepost.state.tensors import (
     why_not_filled,
 )
 from milepost.state.values import Codec
+from milepost.state.wrappers import named_as_saved
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
@@ -91,10 +92,12 @@ class Matcher:
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
-        current = value.state_dict()
+        current = state_dict_of(value, path)
         branch = _find(self._root, path, self._codec)
-        if isinstance(value, torch.nn.Module) or branch is None or branch.node.kind in LEAVES:
+        if branch is None or branch.node.kind in LEAVES:
             return current
+        if isinstance(value, torch.nn.Module):
+            return named_as_saved(value, current, {str(child.node.name) for child in branch.children})
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = _lookup(current, inner[len(path) :])

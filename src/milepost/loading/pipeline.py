@@ -33,6 +33,7 @@ from milepost.loading.target import LongBytes, Match, Target, allocate, shared_p
 from milepost.state.take_apart import PerRank, is_stateful
 from milepost.state.tensors import Describer
 from milepost.state.values import Codec
+from milepost.state.wrappers import load_module
 from milepost.store import Store
 
 _SMALL = 64 * KIB
@@ -299,7 +300,7 @@ def _merged(old: Any, new: Any) -> Any:
     if not isinstance(old, PerRank) or isinstance(new, PerRank):
         return new
     if is_stateful(old.value):
-        old.value.load_state_dict(new)
+        _feed(old.value, new, assign=False)
     else:
         old.value = new
     return old
@@ -307,7 +308,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _feed(owner: Any, state_dict: Any, *, assign: bool) -> None:
     if isinstance(owner, torch.nn.Module):
-        owner.load_state_dict(state_dict, assign=assign)
+        load_module(owner, state_dict, assign=assign)
     else:
         owner.load_state_dict(state_dict)
 

@@ -11,6 +11,7 @@ import numpy as np
 from milepost.core.box import Shape
 from milepost.core.dtypes import Convert, conversion, may_convert
 from milepost.core.ranks import show_ranks
+from milepost.state.wrappers import without_wrappers
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 10
@@ -96,6 +97,8 @@ class LoadReport:
                     "allow_unexpected=True leaves them unread",
                 )
             )
+        if not (allow_missing or allow_unexpected):
+            blocks += self._wrapped()
         if self.shapes:
             lines = grouped(self.shapes, lambda key: "saved as {} and the target is {}".format(*self.shapes[key]))
             blocks.append(
@@ -111,6 +114,21 @@ class LoadReport:
             lines = grouped(self.kinds, lambda key: self.kinds[key])
             blocks.append(_block(len(self.kinds), "of another kind", lines, "give the target what was saved"))
         return blocks
+
+    def _wrapped(self) -> list[str]:
+        """A hint where missing and unexpected keys differ only by the names of wrappers: torch.compile, DDP."""
+        there = {without_wrappers(key): key for key in self.unexpected}
+        pairs = [(key, there[without_wrappers(key)]) for key in self.missing if without_wrappers(key) in there]
+        if not pairs:
+            return []
+        mine, saved = pairs[0]
+        lines = [
+            f"  {len(pairs)} of these keys differ only by what torch.compile, DDP or FSDP adds to names, such as",
+            f"    {saved!r} in the checkpoint and {mine!r} in the state.",
+            "    Pass a module itself, not its state_dict(): its wrappers are then left out of the names. To load this",
+            "    checkpoint, pass a dict with its names: {'_orig_mod.' + name: t for name, t in state_dict.items()}",
+        ]
+        return ["\n".join(lines)]
 
     def _dtype_problems(self, convert_dtype: Convert) -> list[str]:
         blocks = []

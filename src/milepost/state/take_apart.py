@@ -3,11 +3,14 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from torch import nn
+
 from milepost.core.leaves import LeafRule
 from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
 from milepost.state.tensors import is_tensor
 from milepost.state.values import Codec
+from milepost.state.wrappers import module_state
 
 T = TypeVar("T")
 Remap = Callable[[list[Any], int, int], Any]
@@ -69,9 +72,9 @@ _LEAVES = LeafRule(_special, is_stateful)
 
 
 def state_dict_of(value: Any, path: Path) -> Any:
-    """What stands for a stateful object in a tree: its own state dict."""
+    """What stands for a stateful object in a tree: its own state dict, of a module without the names of wrappers."""
     del path
-    return value.state_dict()
+    return module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
 
 def take_apart(
