@@ -11,7 +11,7 @@ import numpy as np
 from milepost.core.box import Shape
 from milepost.core.dtypes import Convert, conversion, may_convert
 from milepost.core.ranks import show_ranks
-from milepost.state.wrappers import without_wrappers
+from milepost.core.wrapper_names import without_wrappers
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 10

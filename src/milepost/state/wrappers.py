@@ -13,9 +13,6 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-WRAPPER_STEPS = ("_orig_mod", "module", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
-"""The names that wrappers give to what they wrap."""
-
 
 class _Wrapper(NamedTuple):
     """A class that wraps modules: where it is defined, the name of what it wraps, whether that is in state dicts."""
@@ -128,11 +125,6 @@ def named_as_saved(module: nn.Module, state: Any, saved: Collection[Any]) -> Any
     if sum(key in saved for key in state) >= sum(key in saved for key in raw.values()):
         return state
     return _renamed(state, raw, None)
-
-
-def without_wrappers(key: str) -> str:
-    """A key without the steps that wrappers put into names, whatever they stand for here: to compare two keys."""
-    return ".".join(step for step in key.split(".") if step not in WRAPPER_STEPS)
 
 
 def _raw_keys(module: nn.Module, steps: list[_Step]) -> dict[str, str]:
