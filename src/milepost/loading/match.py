@@ -2,7 +2,8 @@
 
 Plain containers and modules must hold what the checkpoint holds. For any other stateful object the checkpoint decides:
 it gets exactly the state dict that was saved, built around the tensors that it already has, so that sharded tensors
-stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters.
+stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters. The same holds for the
+extra state of modules.
 """
 
 import platform
@@ -25,13 +26,15 @@ from milepost.loading.target import Match, has_no_memory, placements_for
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
+    dtype_of,
     is_tensor,
+    new_saved,
     new_tensor,
     torch_dtype,
     why_not_filled,
 )
 from milepost.state.values import Codec
-from milepost.state.wrappers import named_as_saved
+from milepost.state.wrappers import is_extra_state, named_as_saved
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
@@ -97,7 +100,8 @@ class Matcher:
         if branch is None or branch.node.kind in LEAVES:
             return current
         if isinstance(value, torch.nn.Module):
-            return named_as_saved(value, current, {str(child.node.name) for child in branch.children})
+            named = named_as_saved(value, current, {str(child.node.name) for child in branch.children})
+            return self._with_extra_state(named, branch, path)
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = _lookup(current, inner[len(path) :])
@@ -106,6 +110,30 @@ class Matcher:
             if node.kind == "per_rank":
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             return _Placeholder()
+
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        return built if self._manifest.format == FORMAT else _named_like(current, built)
+
+    def _with_extra_state(self, current: Any, branch: Branch, path: Path) -> Any:
+        """A module's state dict with extra state as it was saved: the module takes it back as a whole."""
+        saved = {str(child.node.name): child for child in branch.children}
+        for name in [name for name in current if is_extra_state(name) and name in saved]:
+            current[name] = self._as_saved(saved[name], current[name], (*path, name))
+        return current
+
+    def _as_saved(self, branch: Branch, current: Any, path: Path) -> Any:
+        """What was saved at `path`, around the tensors of `current` that are alike; what will be read stands open."""
+
+        def leaf(node: Node, inner: Path) -> Any:
+            existing = _lookup(current, inner[len(path) :])
+            if node.kind == "per_rank":
+                return existing if isinstance(existing, PerRank) else PerRank(None)
+            if node.kind == "value" or self._tensors[node.key].is_bytes:
+                return _Placeholder()
+            tensor = self._tensors[node.key]
+            alike = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
+            alike = alike and (tuple(existing.shape), dtype_of(existing)) == (tensor.shape, tensor.dtype)
+            return existing if alike else new_saved(tensor)[0]
 
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
         return built if self._manifest.format == FORMAT else _named_like(current, built)

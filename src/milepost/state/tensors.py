@@ -358,6 +358,11 @@ def dtype_name(dtype: torch.dtype, key: str) -> str:
     return name
 
 
+def dtype_of(value: Any) -> str | None:
+    """The name of the dtype of a tensor or array; None for one that cannot be saved."""
+    return value.dtype.name if isinstance(value, np.ndarray) else _NAMES.get(value.dtype)
+
+
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of this name. Raises InvalidState where this torch does not have it."""
     found = _TYPES.get(name)

@@ -8,6 +8,7 @@ enums and dataclasses are built only from classes that the caller passed, and pi
 import base64
 import dataclasses
 import enum
+import io
 import math
 import pickle
 import re
@@ -234,6 +235,7 @@ _ENCODERS: dict[type, Callable[[Codec, Any, str, int], Any]] = {
     complex: lambda c, v, k, d: {"complex": [_encode_float(v.real), _encode_float(v.imag)]},
     bytes: lambda c, v, k, d: {"bytes": _text(v)},
     bytearray: lambda c, v, k, d: {"bytearray": _text(bytes(v))},
+    io.BytesIO: lambda c, v, k, d: {"BytesIO": _text(v.getvalue())},
     list: _encode_items("list"),
     tuple: _encode_items("tuple"),
     set: _encode_set("set"),
@@ -321,6 +323,7 @@ _DECODERS: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "complex": lambda c, v, k, d: complex(_decode_float(v[0]), _decode_float(v[1])),
     "bytes": lambda c, v, k, d: _bytes(v),
     "bytearray": lambda c, v, k, d: bytearray(_bytes(v)),
+    "BytesIO": lambda c, v, k, d: io.BytesIO(_bytes(v)),
     "list": _items,
     "tuple": lambda c, v, k, d: tuple(_items(c, v, k, d)),
     "set": lambda c, v, k, d: set(differing(_items(c, v, k, d))),

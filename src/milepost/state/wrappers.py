@@ -127,6 +127,11 @@ def named_as_saved(module: nn.Module, state: Any, saved: Collection[Any]) -> Any
     return _renamed(state, raw, None)
 
 
+def is_extra_state(key: str) -> bool:
+    """Whether a key of a module's state dict is what `get_extra_state` of a module in it gave."""
+    return key.rpartition(".")[2] == "_extra_state"
+
+
 def _raw_keys(module: nn.Module, steps: list[_Step]) -> dict[str, str]:
     """The key in the module's own state dict of each name without wrappers."""
     with _sharded(module):
