@@ -1,6 +1,6 @@
 """Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType, TracebackType
@@ -15,7 +15,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor, TensorKind
 from milepost.core.ranks import unpack_ranks
-from milepost.core.tree import LEAVES, Node, Path, build, grow
+from milepost.core.tree import LEAVES, Node, Parts, Path, build, grow, show_path
 from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
@@ -223,17 +223,27 @@ class Checkpoint(Mapping[str, Any]):
         return self._build(lambda record: LazyTensor(self._files, record))
 
     def state(self) -> Any:
-        """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank."""
-        return self._build(lambda record: LazyTensor(self._files, record).read_as_saved())
+        """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank.
 
-    def _build(self, tensor: Any) -> Any:
+        A subclass of Tensor that is not in `types` is a dict of its parts.
+        """
+        from milepost.state.composite import composed_or_parts  # noqa: PLC0415  # imports torch
+
+        return self._build(
+            lambda record: LazyTensor(self._files, record).read_as_saved(),
+            lambda parts, path: composed_or_parts(parts, self._codec, show_path(path)),
+        )
+
+    def _build(self, tensor: Any, compose: "Callable[[Parts, Path], Any]" = lambda parts, _path: dict(parts)) -> Any:
         def leaf(node: Node, path: Path) -> Any:
             del path
             return tensor(self._tensors[node.key]) if node.kind == "tensor" else self[node.key]
 
         try:
-            return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+            return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf, (), compose)
         except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 
     def _private(self, rank: int) -> dict[str, Any]:

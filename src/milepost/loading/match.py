@@ -7,22 +7,25 @@ extra state of modules.
 """
 
 import platform
-from collections.abc import Mapping
-from functools import cache, cached_property
+import reprlib
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial
 from pathlib import Path as File
 from typing import Any
 
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import Convert, may_convert
 from milepost.core.manifest import FORMAT, Manifest, Tensor
-from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
+from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
 from milepost.loading.target import Match, has_no_memory, placements_for
+from milepost.state.composite import is_composite, kind_of
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
@@ -38,6 +41,15 @@ from milepost.state.wrappers import is_extra_state, named_as_saved
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
+
+
+_FIXED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(COMPOSITES, ("shape",)),
+    "quantized": ("axis",),
+    "jagged": ("ragged_dim",),
+    "subclass": ("class", "description", "shape"),
+}
+"""The parts of composite tensors that a target and a checkpoint must have in common."""
 
 
 class _Placeholder:
@@ -97,6 +109,8 @@ class Matcher:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
         current = state_dict_of(value, path)
         branch = _find(self._root, path, self._codec)
+        if isinstance(current, Parts):
+            return self._open_composite(value, current, branch, path)
         if branch is None or branch.node.kind in LEAVES:
             return current
         if isinstance(value, torch.nn.Module):
@@ -111,8 +125,39 @@ class Matcher:
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             return _Placeholder()
 
-        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        compose = self._composer(current, path)
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
         return built if self._manifest.format == FORMAT else _named_like(current, built)
+
+    def _composer(self, current: Any, path: Path) -> Callable[[Parts, Path], Any]:
+        """Notes which tensor of a state dict the parts of a saved one are for."""
+
+        def note(parts: Parts, inner: Path) -> Parts:
+            existing = _lookup(current, inner[len(path) :])
+            parts.like = existing if is_composite(existing) and kind_of(existing) == parts.kind else None
+            return parts
+
+        return note
+
+    def _open_composite(self, value: Any, current: Parts, branch: Branch | None, path: Path) -> Any:
+        """The parts that a target's tensor gets: of a subclass its own, to be filled; of torch's kinds new ones."""
+        key = show_path(path)
+        if branch is None or branch.node.kind != f"composite:{current.kind}":
+            if branch is not None:
+                saved = branch.node.kind.removeprefix("composite:")
+                self._kinds[key] = f"saved as a {saved} and the target is a {current.kind} tensor"
+            return current
+        fixed = _FIXED[current.kind]
+        there = {child.node.name: child.node.key for child in branch.children}
+        values = {v.key: v.value for v in self._manifest.values if v.key in there.values()}
+        for name in fixed:
+            was, now = values.get(there.get(name, "")), self._codec.encode(current[name], key)
+            if was != now:
+                self._kinds[key] = f"saved with the {name} {reprlib.repr(was)} and the target has {reprlib.repr(now)}"
+        if current.kind == "subclass":
+            return current
+        dtypes = {name: dtype_of(part) for name, part in current.items() if isinstance(part, torch.Tensor)}
+        return self._as_saved(branch, Parts(current.kind, {}), path, dtypes, value)
 
     def _with_extra_state(self, current: Any, branch: Branch, path: Path) -> Any:
         """A module's state dict with extra state as it was saved: the module takes it back as a whole."""
@@ -121,8 +166,13 @@ class Matcher:
             current[name] = self._as_saved(saved[name], current[name], (*path, name))
         return current
 
-    def _as_saved(self, branch: Branch, current: Any, path: Path) -> Any:
-        """What was saved at `path`, around the tensors of `current` that are alike; what will be read stands open."""
+    def _as_saved(
+        self, branch: Branch, current: Any, path: Path, dtypes: Mapping[str, str | None] | None = None, like: Any = None
+    ) -> Any:
+        """What was saved at `path`, around the tensors of `current` that are alike; what will be read stands open.
+
+        `dtypes`: the types of new tensors, by name, where they are those of the target.
+        """
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = _lookup(current, inner[len(path) :])
@@ -133,9 +183,13 @@ class Matcher:
             tensor = self._tensors[node.key]
             alike = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
             alike = alike and (tuple(existing.shape), dtype_of(existing)) == (tensor.shape, tensor.dtype)
-            return existing if alike else new_saved(tensor)[0]
+            wanted = (dtypes or {}).get(str(inner[-1])) or tensor.dtype
+            return existing if alike else new_saved(replace(tensor, dtype=wanted))[0]
 
-        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        compose = self._composer(current, path)
+        if like is not None:
+            compose = partial(_note_like, like)
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
         return built if self._manifest.format == FORMAT else _named_like(current, built)
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
@@ -177,8 +231,16 @@ class Matcher:
                     f"saved {'with' if private else 'without'} PerRank and the target is {'not ' * private}a PerRank"
                 )
             elif not self._knows(there):
-                self._missing.append(key)
+                self._miss(key, flat.paths[key], leaf)
         return placements
+
+    def _miss(self, key: str, path: Path, leaf: Any) -> None:
+        branch = _find(self._root, path, self._codec)
+        kind, _, detail = branch.node.kind.partition(":") if branch is not None else ("", "", "")
+        if kind == "composite":
+            self._kinds[key] = f"saved as the parts of a {detail} tensor and the target is a {type(leaf).__name__}"
+        else:
+            self._missing.append(key)
 
     def _knows(self, key: str) -> bool:
         return key in self._tensors or key in self._values or key in self._per_rank
@@ -265,6 +327,12 @@ def _named_like(current: Any, built: Any) -> Any:
         return built
     names = {str(name): name for name in current}
     return {names.get(name, name): _named_like(current.get(names.get(name, name)), v) for name, v in built.items()}
+
+
+def _note_like(like: Any, parts: Parts, path: Path) -> Parts:
+    del path
+    parts.like = like
+    return parts
 
 
 def _lookup(state: Any, path: Path) -> Any:

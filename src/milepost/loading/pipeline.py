@@ -16,7 +16,7 @@ from milepost.commit.find import find, parse, read_manifest
 from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
-from milepost.core.tree import Path, restore
+from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
@@ -30,6 +30,7 @@ from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
+from milepost.state.composite import compose, is_composite
 from milepost.state.take_apart import PerRank, is_stateful
 from milepost.state.tensors import Describer
 from milepost.state.values import Codec
@@ -96,7 +97,9 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         files.close()
     if share:
         together(comm, call, _SENDING, send)
-    loaded = together(comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}))
+    loaded = together(
+        comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}, options.codec)
+    )
     meter.finish()
     return loaded
 
@@ -270,7 +273,7 @@ def _private(
 
 
 @CollectionPaused()
-def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
+def _apply(state: Any, match: Match, results: Mapping[str, Any], codec: Codec) -> Any:
     """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects."""
     keys = {path: key for key, path in match.flat.paths.items()}
 
@@ -278,11 +281,17 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
         key = keys.get(path)
         if key is not None:
             return _merged(value, results.get(key, value))
+        if isinstance(value, Parts) or (path in match.opened and is_composite(value)):
+            return _composed(value, match.opened.get(path, value), path)
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
             _feed(value, state_dict, assign=_has_new_tensors(match, results, path))
             return value
         return NotImplemented
+
+    def _composed(value: Any, parts: Any, path: Path) -> Any:
+        filled = restore(parts, replace_inside(path), path)
+        return compose(filled, value.like if isinstance(value, Parts) else value, codec, show_path(path))
 
     def replace_inside(outer: Path) -> Any:
         # The state dict stands at the same path as its owner: it must be entered, not taken for the owner again.

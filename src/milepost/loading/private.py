@@ -9,10 +9,11 @@ from milepost.core.manifest import Tensor, check_kind, check_leaves
 from milepost.core.private_record import Private, read_private
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
-from milepost.core.tree import Node, Path, build, grow
+from milepost.core.tree import Node, Parts, Path, build, grow, show_path
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.errors import CheckpointDamaged
+from milepost.state.composite import composed_or_parts
 from milepost.state.tensors import new_saved
 from milepost.state.values import Codec
 
@@ -46,7 +47,10 @@ def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
         del path
         return tensors[node.key] if node.kind == "tensor" else codec.decode(values[node.key], node.key)
 
-    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
+    def compose(parts: Parts, path: Path) -> Any:
+        return composed_or_parts(parts, codec, show_path(path))
+
+    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf, (), compose)
 
 
 def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import nn
 from milepost.core.leaves import LeafRule
 from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
+from milepost.state.composite import is_composite, parts_of
 from milepost.state.tensors import is_tensor
 from milepost.state.values import Codec
 from milepost.state.wrappers import module_state
@@ -63,17 +64,19 @@ def is_stateful(value: Any) -> bool:
 
 def _special(value: Any) -> Leaf | None:
     if is_tensor(value):
-        return "tensor"
+        return None if is_composite(value) else "tensor"
     return "per_rank" if isinstance(value, PerRank) else None
 
 
 _KNOWN = f"Use a dict, list, tuple, OrderedDict, Counter, or a defaultdict of {', '.join(FACTORIES)}."
-_LEAVES = LeafRule(_special, is_stateful)
+_LEAVES = LeafRule(_special, lambda value: is_stateful(value) or is_composite(value))
 
 
 def state_dict_of(value: Any, path: Path) -> Any:
-    """What stands for a stateful object in a tree: its own state dict, of a module without the names of wrappers."""
+    """What stands for an object in a tree: its state dict, without the names of wrappers, or the parts of a tensor."""
     del path
+    if is_composite(value):
+        return parts_of(value)
     return module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
 
@@ -87,7 +90,7 @@ def take_apart(
     opened: dict[Path, Any] = {}
 
     def open_stateful(value: Any, path: Path) -> Any:
-        if not is_stateful(value):
+        if not is_stateful(value) and not is_composite(value):
             return None
         opened[path] = opening(value, path)
         return opened[path]

@@ -268,21 +268,35 @@ def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor without its graph. Raises InvalidState for sparse, nested, quantized, wrapped and lazy tensors."""
     if type(value) not in _PLAIN and is_lazy(value):
         raise InvalidState(f"{key!r} has no shape yet; run its module once first.")
+    if type(value).__name__ == "MaskedTensor":
+        raise InvalidState(f"{key!r} is a MaskedTensor; save its get_data() and its get_mask().")
+    if _inside_torch(value):
+        raise InvalidState(f"{key!r} is a tensor inside of torch.func or of a compiler; save after that has returned.")
     value = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
     what = None
     if value.layout is not torch.strided:
-        what = f"has the layout {value.layout}; save its indices and values"
+        what = f"has the layout {value.layout}; save its indices and values, or pass it without a planner"
     elif value.is_quantized:
-        what = "is quantized; save its int_repr() and its scales"
+        what = f"is quantized ({value.dtype}); save its int_repr() and its scales"
     elif value.is_nested:
-        what = "is nested; save its values and offsets"
+        what = "is nested; make it with layout=torch.jagged, or save its values and offsets"
     elif type(value) is not torch.Tensor and _is_wrapper(value):
-        what = f"is a {type(value).__name__}, a tensor made of other tensors; save those"
+        what = f"is a {type(value).__name__}, a tensor made of other tensors; save those, or pass it without a planner"
     elif value.ndim > MAX_DIMS:
         what = f"has {value.ndim} dimensions, and {MAX_DIMS} is the most; reshape it"
     if what:
         raise InvalidState(f"{key!r} {what}.")
     return value
+
+
+def _inside_torch(value: torch.Tensor) -> bool:
+    """Whether this only stands for a tensor while torch transforms a function."""
+    functorch = torch._C._functorch  # noqa: SLF001  # no public name says it
+    return bool(
+        functorch.is_functorch_wrapped_tensor(value)
+        or torch._is_functional_tensor(value)  # noqa: SLF001
+        or type(value).__name__ == "FunctionalTensor"
+    )
 
 
 def check_data(local: LocalTensor, key: str) -> LocalTensor:
@@ -354,7 +368,7 @@ def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Torch's name of a dtype. Raises InvalidState for dtypes that cannot be saved."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved")
+        raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved. Save its bytes: view(torch.uint8)")
     return name
 
 

@@ -35,7 +35,8 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Codec:
     """Encodes values as JSON data, and decodes them.
 
-    `types` are the enums and dataclasses that may occur. `allow_pickle` encodes and decodes all other types by pickle.
+    `types` are the enums, dataclasses and subclasses of Tensor that may occur. `allow_pickle` encodes and decodes all
+    other types by pickle.
     Raises InvalidRequest for other classes in `types`, and for two of the same name.
     """
 
@@ -43,8 +44,8 @@ class Codec:
         self._types: dict[str, type] = {}
         self.allow_pickle = allow_pickle
         for kind in types:
-            if not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind)):
-                raise InvalidRequest(f"`types` takes enum and dataclass types, not {kind!r}")
+            if not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind) or _is_tensor_class(kind)):
+                raise InvalidRequest(f"`types` takes enum and dataclass types and subclasses of Tensor, not {kind!r}")
             if self._types.setdefault(kind.__qualname__, kind) is not kind:
                 raise InvalidRequest(f"`types` holds two classes called {kind.__qualname__!r}")
 
@@ -68,7 +69,7 @@ class Codec:
 
     def _encode_other(self, value: Any, key: str, depth: int) -> Any:
         kind = type(value)
-        if self._types.get(kind.__qualname__) is kind:
+        if self._types.get(kind.__qualname__) is kind and not _is_tensor_class(kind):
             if isinstance(value, enum.Flag):
                 return {"flag": [kind.__qualname__, value.value]}  # a combination of flags has no name
             if isinstance(value, enum.Enum):
@@ -116,9 +117,14 @@ class Codec:
         if kind is None:
             shown = str(name)[:200]
             raise UnsupportedFormat(f"{key!r} is the {base} {shown!r}; pass the class: types=[{shown}]")
-        if (base == "enum") != issubclass(kind, enum.Enum):
+        if (base == "enum") != issubclass(kind, enum.Enum) or _is_tensor_class(kind):
             raise ValueError(f"{key!r} was saved as the {base} {name!r}, which is another kind of class now")
         return kind, rest
+
+    def tensor_class(self, name: str) -> Any:
+        """The subclass of Tensor of this full name that the caller passed, or None."""
+        found = (kind for kind in self._types.values() if _is_tensor_class(kind))
+        return next((kind for kind in found if f"{kind.__module__}.{kind.__qualname__}" == name), None)
 
     def decode_enum(self, content: Any, key: str) -> Any:
         """A member of an enum that the caller passed."""
@@ -154,6 +160,10 @@ class Codec:
             return pickle.loads(_bytes(content))
         except Exception as error:
             raise ValueError(f"{key!r} cannot be unpickled: {error}") from error
+
+
+def _is_tensor_class(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
 
 
 def _text(data: bytes) -> str:
