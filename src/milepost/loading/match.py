@@ -96,6 +96,10 @@ class Matcher:
     def _root(self) -> Branch:
         return grow(self._manifest.tree)
 
+    @cached_property
+    def _has_composites(self) -> bool:
+        return any(node.kind.startswith("composite:") for node in self._manifest.tree)
+
     def _find_keys(self, flat: Flat) -> None:
         """Find the saved key of each leaf: by the exact path, or else by the only path that reads the same."""
         if flat.nodes == self._manifest.tree:  # as for most loads
@@ -235,7 +239,7 @@ class Matcher:
         return placements
 
     def _miss(self, key: str, path: Path, leaf: Any) -> None:
-        branch = _find(self._root, path, self._codec)
+        branch = _find(self._root, path, self._codec) if self._has_composites else None
         kind, _, detail = branch.node.kind.partition(":") if branch is not None else ("", "", "")
         if kind == "composite":
             self._kinds[key] = f"saved as the parts of a {detail} tensor and the target is a {type(leaf).__name__}"
