@@ -57,7 +57,7 @@ def save(
     "warn" keeps the lowest rank's.
     `compare_replicas=False`: trust that replicated tensors are equal, which saves hashing them.
     `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh) instead of refusing them.
-    `types`: enum and dataclass types that occur in the state.
+    `types`: enum and dataclass types that occur in the state, and subclasses of Tensor.
     `allow_pickle=True`: pickle values that have no plain form.
     `plans`: one `Plans()` for all saves of a job; a structure that was saved before then needs no planning.
     `host_memory_bytes`: the most memory that this rank uses beyond the state.

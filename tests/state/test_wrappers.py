@@ -96,8 +96,33 @@ def matrix_on_ranks(rank, folder):
             milepost.load({"m": other}, f"{folder}/0")
             milepost.save({"m": other}, f"{folder}/again")
             assert holds(milepost.load({"m": model(97)}, f"{folder}/again")["m"], 0), name
-        milepost.load({"m": DistributedDataParallel(model(96))}, f"{folder}/0")
+        check_optimizer(folder)
         return rank, shards_of(fsdp(model(1)))
+
+
+def check_optimizer(folder):
+    """The optimizer of FSDP1 holds other shards on each rank: refused as it is, and saved in the way of the docs."""
+
+    def job(seed):
+        module = fsdp(model(seed))
+        optimizer = torch.optim.Adam(module.parameters())
+        for p in module.parameters():
+            p.grad = torch.full_like(p, float(seed))
+        optimizer.step()
+        FullyShardedDataParallel.set_state_dict_type(module, StateDictType.SHARDED_STATE_DICT)
+        return module, optimizer, FullyShardedDataParallel.optim_state_dict(module, optimizer)
+
+    module, optimizer, state = job(1)
+    with pytest.raises(milepost.RanksDisagree, match=r"'o\.state"):
+        milepost.save({"m": module, "o": optimizer}, f"{folder}/refused")
+    milepost.save({"m": module, "o": state}, f"{folder}/optimizer")
+    module, optimizer, state = job(2)
+    milepost.load({"m": module, "o": state}, f"{folder}/optimizer")
+    loaded = FullyShardedDataParallel.optim_state_dict_to_load(module, optimizer, state)
+    optimizer.load_state_dict(loaded)
+    found = [kept["exp_avg"] for kept in optimizer.state.values() if kept["exp_avg"].numel()]
+    assert found
+    assert all(torch.allclose(tensor, torch.tensor(0.1)) for tensor in found), "the average of gradients of 1"
 
 
 def holds(module, seed):

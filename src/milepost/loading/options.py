@@ -16,7 +16,7 @@ class ExplainKeywords(TypedDict, total=False):
     """The options of `milepost.explain`."""
 
     types: Iterable[type]
-    """The enum and dataclass types that occur in the state. Default: none."""
+    """The enum and dataclass types that occur in the state, and subclasses of Tensor. Default: none."""
 
 
 class LoadKeywords(ExplainKeywords, total=False):

@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch
 
 from milepost.core.tree import Parts
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, UnsupportedFormat
+from milepost.state.tensors import is_sharded_tensor
 from milepost.state.values import Codec
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -35,11 +36,11 @@ _GRADIENT = re.compile(r"'requires_grad': (True|False)")
 
 def is_composite(value: Any) -> bool:
     """Whether this is a tensor that is saved as its parts."""
-    if not isinstance(value, torch.Tensor) or is_lazy(value):
+    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or is_lazy(value) or is_sharded_tensor(value):
         return False
     if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:
         return False
-    if isinstance(value, DTensor) or type(value).__name__ == "AsyncCollectiveTensor":
+    if type(value).__name__ == "AsyncCollectiveTensor":
         return False
     if value.layout is torch.sparse_coo or value.layout in _COMPRESSED:
         return True
