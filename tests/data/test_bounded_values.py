@@ -141,3 +141,14 @@ def test_ranks_read_long_bytes_once_each():
     milepost.save({"b": data, "t": torch.ones(3)}, store)
     for state in run_ranks(2, lambda comm: milepost.load({"b": 0, "t": torch.zeros(3)}, store, process_group=comm)):
         assert state["b"] == data
+
+
+def test_a_memory_map_as_a_target_is_replaced_and_never_written(tmp_path):
+    np.arange(50_000.0).tofile(tmp_path / "file")
+    mapped = np.memmap(tmp_path / "file", dtype=np.float64, mode="r", shape=(50_000,))
+    milepost.save({"a": np.zeros(50_000)}, tmp_path / "step")
+    target = milepost.load({"a": mapped}, tmp_path / "step")
+    assert not target["a"].any()
+    assert mapped[-1] == 49_999
+    with pytest.raises(milepost.CheckpointError, match="cannot be read into"):
+        milepost.load({"a": mapped}, tmp_path / "step", planner=milepost.planning.DefaultLoadPlanner())
