@@ -61,7 +61,7 @@ def save(
     "warn" keeps the lowest rank's.
     `compare_replicas=False`: trust that replicated tensors are equal, which saves hashing them.
     `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh) instead of refusing them.
-    `types`: enum and dataclass types that occur in the state.
+    `types`: enum and dataclass types that occur in the state, and subclasses of Tensor.
     `allow_pickle=True`: pickle values that have no plain form.
     `plans`: one `Plans()` for all saves of a job; a structure that was saved before then needs no planning.
     `host_memory_bytes`: the most memory that this rank uses beyond the state.
@@ -116,7 +116,8 @@ def load(
     Options:
     `allow_missing=True`: leave what the checkpoint lacks as it is.
     `allow_unexpected=True`: ignore what the state lacks.
-    `convert_dtype=True`: convert where the dtype differs.
+    `convert_dtype=True`: convert between floating types, and between integers. A value beyond the range of the target's
+    type is an error. `convert_dtype="lossy"`: convert between any types, whatever becomes of the values.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
     `verify=False`: do not check the data; manifest and headers are checked all the same. Use it only where something
     else protects every byte.

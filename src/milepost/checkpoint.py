@@ -1,20 +1,22 @@
 """Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
+
+from msgspec.structs import replace
 
 from milepost.commit.find import find, parse
 from milepost.core.box import Box, Shape
 from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import Manifest, Tensor, TensorKind
 from milepost.core.option_values import check_values
 from milepost.core.ranks import unpack_ranks
-from milepost.core.tree import LEAVES, Node, Path, build, grow
+from milepost.core.tree import LEAVES, Node, Parts, Path, build, grow, show_path
 from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
@@ -108,16 +110,22 @@ class LazyTensor:
 
     def __getitem__(self, index: "Index | tuple[Index, ...]") -> "torch.Tensor":
         box, rest = _region(index, self.shape)
-        return self._read(box)[rest]
+        whole: torch.Tensor = self._read(box)
+        return whole[rest]
 
     def read(self) -> "torch.Tensor":
         """The whole tensor, on the CPU."""
-        return self._read(Box.whole(self.shape))
+        whole: torch.Tensor = self._read(Box.whole(self.shape))
+        return whole
 
-    def _read(self, box: Box) -> "torch.Tensor":
+    def read_as_saved(self) -> Any:
+        """All of it, as the kind of object that was saved: a tensor, an array of numpy, or bytes."""
+        return self._read(Box.whole(self.shape), self._record.kind)
+
+    def _read(self, box: Box, kind: TensorKind = "tensor") -> Any:
         # These import torch: listing a checkpoint must not wait for it.
         from milepost.data.place import place_all, placement_of  # noqa: PLC0415
-        from milepost.state.tensors import new_tensor  # noqa: PLC0415
+        from milepost.state.tensors import new_saved  # noqa: PLC0415
 
         items = []
         for item in read_plan(self._files.manifest, self._record, box):
@@ -126,12 +134,12 @@ class LazyTensor:
                 self._files.of(item.rank).entry(item, self.dtype_name)
             items.append(item)
         try:
-            result = new_tensor(self.dtype_name, box.shape)
+            result, memory = new_saved(replace(self._record, shape=box.shape, kind=kind))
         except (RuntimeError, MemoryError) as error:
             raise UnsafeCheckpoint(
                 f"{self.key[:200]!r} takes {self.size_bytes} bytes, more than the memory; read it in parts: {error}"
             ) from error
-        place_all(self._files, (placement_of(i, self.dtype_name, result[i.box.within(box).slices]) for i in items))
+        place_all(self._files, (placement_of(i, self.dtype_name, memory[i.box.within(box).slices]) for i in items))
         return result
 
 
@@ -204,7 +212,7 @@ class Checkpoint(Mapping[str, Any]):
         if key in self._tensors:
             record = self._tensors[key]
             lazy = LazyTensor(self._files, record)
-            return _read_as_saved(lazy, record) if record.is_bytes else lazy
+            return lazy.read_as_saved() if record.is_bytes else lazy
         if key in self._values:
             return self._decode(self._values[key], key)
         if key in self._per_rank:
@@ -216,17 +224,27 @@ class Checkpoint(Mapping[str, Any]):
         return self._build(lambda record: LazyTensor(self._files, record))
 
     def state(self) -> Any:
-        """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank."""
-        return self._build(lambda record: _read_as_saved(LazyTensor(self._files, record), record))
+        """The whole state, read: tensors on the CPU, containers as they were saved, rank-private values by rank.
 
-    def _build(self, tensor: Any) -> Any:
+        A subclass of Tensor that is not in `types` is a dict of its parts.
+        """
+        from milepost.state.composite import composed_or_parts  # noqa: PLC0415  # imports torch
+
+        return self._build(
+            lambda record: LazyTensor(self._files, record).read_as_saved(),
+            lambda parts, path: composed_or_parts(parts, self._codec, show_path(path)),
+        )
+
+    def _build(self, tensor: Any, compose: "Callable[[Parts, Path], Any]" = lambda parts, _path: dict(parts)) -> Any:
         def leaf(node: Node, path: Path) -> Any:
             del path
             return tensor(self._tensors[node.key]) if node.kind == "tensor" else self[node.key]
 
         try:
-            return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+            return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf, (), compose)
         except ValueError as error:
+            if isinstance(error, CheckpointError):
+                raise
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 
     def _private(self, rank: int) -> dict[str, Any]:
@@ -296,12 +314,6 @@ def files_at(store: Store) -> Files:
         if foreign is None:
             raise
         return foreign.files
-
-
-def _read_as_saved(lazy: LazyTensor, record: Tensor) -> Any:
-    from milepost.loading.private import as_saved  # noqa: PLC0415  # imports torch
-
-    return as_saved(lazy.read(), record)
 
 
 def _region(index: "Index | tuple[Index, ...]", shape: Shape) -> "tuple[Box, tuple[int | slice, ...]]":

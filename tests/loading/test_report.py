@@ -7,15 +7,22 @@ from torch import nn
 import milepost
 from milepost.testing import run_ranks
 
-SAVED = {"same": torch.ones(2), "shape": torch.ones(4, 4), "dtype": torch.ones(3), "extra": torch.ones(1), "kind": 5}
-TARGET = {"same": 0, "shape": 0, "dtype": 0, "absent": 0, "kind": 0}
+SAVED = {
+    "same": torch.ones(2),
+    "shape": torch.ones(4, 4),
+    "dtype": torch.ones(3),
+    "number": torch.ones(3),
+    "extra": torch.ones(1),
+    "kind": 5,
+}
 
 
 def target():
     return {
         "same": torch.zeros(2),
         "shape": torch.zeros(4, 1),
-        "dtype": torch.zeros(3, dtype=torch.int32),
+        "dtype": torch.zeros(3, dtype=torch.float16),
+        "number": torch.zeros(3, dtype=torch.int32),
         "absent": torch.zeros(1),
         "kind": torch.zeros(1),
     }
@@ -31,11 +38,13 @@ def test_all_differences_stand_in_one_error_and_nothing_is_touched(tmp_path):
         "'absent'",
         "'extra'",
         "'shape': saved as (4, 4) and the target is (4, 1)",
-        "'dtype': saved as float32 and the target is int32",
+        "'dtype': saved as float32 and the target is float16",
+        "'number': saved as float32 and the target is int32",
         "'kind': saved as a value and the target is a tensor",
         "allow_missing=True",
         "allow_unexpected=True",
         "convert_dtype=True",
+        'convert_dtype="lossy"',
         str(tmp_path),
     ]:
         assert part in text
@@ -45,7 +54,7 @@ def test_all_differences_stand_in_one_error_and_nothing_is_touched(tmp_path):
     assert report.missing == {"absent": (0,)}
     assert report.unexpected == ("extra",)
     assert report.shapes == {"shape": ((4, 4), (4, 1))}
-    assert report.dtypes == {"dtype": ("float32", "int32")}
+    assert report.dtypes == {"dtype": ("float32", "float16"), "number": ("float32", "int32")}
     assert not report.fits()
 
 

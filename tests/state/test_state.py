@@ -284,8 +284,6 @@ def freed(tensor):
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        (torch.eye(2).to_sparse(), "indices and values"),
-        (torch.nested.nested_tensor([torch.ones(1), torch.ones(2)], layout=torch.jagged), "values and offsets|layout"),
         (np.array(["text"]), "numpy array of <U4"),
         (np.array([1], dtype=">i4"), "numpy array of >i4"),
         (np.ma.masked_array([1.0, 2.0], mask=[False, True]), "masked array"),

@@ -7,7 +7,7 @@ import enum
 import fractions
 import math
 import pickle
-from collections import Counter, OrderedDict, deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any, NamedTuple
@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from milepost import CheckpointError, InvalidRequest, InvalidState, UnsupportedFormat
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_DEPTH
+from milepost.core.tree import FACTORIES
 from milepost.state.values import Codec
 from tests.strategies import examples
 
@@ -84,7 +85,8 @@ def same(one: Any, two: Any) -> bool:
         case list() | tuple():
             return len(one) == len(two) and all(map(same, one, two))
         case dict():
-            return same(list(one.items()), list(two.items()))
+            factories = getattr(one, "default_factory", 0), getattr(two, "default_factory", 0)
+            return factories[0] is factories[1] and same(list(one.items()), list(two.items()))
         case set() | frozenset():
             return len(one) == len(two) and all(any(same(a, b) for b in two) for a in one)
         case Plain() | Frozen():
@@ -133,6 +135,9 @@ VALUES = st.recursive(
         st.lists(inner, max_size=3),
         st.lists(inner, max_size=3).map(tuple),
         st.dictionaries(HASHABLE, inner, max_size=3),
+        st.dictionaries(HASHABLE, inner, max_size=3).map(OrderedDict),
+        st.dictionaries(HASHABLE, inner, max_size=3).map(Counter),
+        st.builds(defaultdict, st.sampled_from(list(FACTORIES.values())), st.dictionaries(HASHABLE, inner, max_size=3)),
         st.sets(HASHABLE, max_size=3),
         st.builds(Plain, inner, inner),
         st.builds(Frozen, inner),
@@ -248,8 +253,9 @@ REFUSED = {
     "a decimal": decimal.Decimal(1),
     "a fraction": fractions.Fraction(1, 2),
     "a deque": deque([1]),
-    "an ordered dict": OrderedDict(a=1),
-    "a counter": Counter("aa"),
+    "an ordered dict of its own": type("Ordered", (OrderedDict,), {})(a=1),
+    "a counter of its own": type("Tally", (Counter,), {})("aa"),
+    "a factory of its own": defaultdict(lambda: 1),
     "a subclass of str": Words("a"),
     "an enum that was not passed": Colour.RED,
     "an int enum that was not passed": Level.LOW,

@@ -1,5 +1,6 @@
 """Which objects of a state are leaves, and of which kind. Pure."""
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,10 @@ from milepost.core.tree import Leaf, TooDeep
 
 @dataclass(frozen=True, slots=True)
 class LeafRule:
-    """Tells leaves from containers. A list or tuple that holds nothing special is one value.
+    """Tells leaves from containers. A list, tuple or Counter that holds nothing special is one value.
+
+    The keys of a Counter are what was counted: they come and go, and a load does not compare them.
+
 
     `special`: the kind of what is stored apart from plain values (a tensor, a rank-private value), or None.
     `opens`: whether an object gives a state dict, which stands for it.
@@ -24,7 +28,7 @@ class LeafRule:
         kind = self.special(value)
         if kind is not None:
             return kind
-        if isinstance(value, (list, tuple)):
+        if isinstance(value, (list, tuple, Counter)):
             return None if self._holds_special(value, 0) else "value"
         return None if isinstance(value, Mapping) or self.opens(value) else "value"
 

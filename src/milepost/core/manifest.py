@@ -17,7 +17,7 @@ from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import check_block_bytes
-from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow
+from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow, is_dict
 from milepost.core.wire import Wire
 
 FORMAT = "milepost"
@@ -32,7 +32,6 @@ _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
-_DICTS = ("dict", "OrderedDict", "defaultdict")
 _OPTIONAL = "replaced"
 
 
@@ -329,7 +328,7 @@ def check_names(root: Branch) -> None:
     while pending:
         branch = pending.pop()
         pending.extend([child for child in branch.children if child.children])
-        if branch.node.kind.partition(":")[0] in _DICTS:
+        if is_dict(branch.node.kind):
             names = [child.node.name for child in branch.children if isinstance(child.node.name, str)]
             if len(set(names)) != len(names):
                 raise ValueError("its tree names a child of a dict twice")

@@ -63,7 +63,7 @@ _RENAME = _or_none(_Permitted(lambda value: callable(value) or isinstance(value,
 
 _RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("overwrite", "compare_replicas", "reduce_partial", "allow_pickle", "drop_values"), _FLAG),
-    **dict.fromkeys(("allow_missing", "allow_unexpected", "convert_dtype", "verify", "direct", "no_dist"), _FLAG),
+    **dict.fromkeys(("allow_missing", "allow_unexpected", "verify", "direct", "no_dist"), _FLAG),
     **dict.fromkeys(("share_reads", "verify_first"), _or_none(_FLAG)),
     **dict.fromkeys(("host_memory_bytes", "threads", "block_bytes"), _whole()),
     **dict.fromkeys(("max_shard_bytes", "size"), _whole(1)),

@@ -25,7 +25,29 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
     "int": int,
     "float": float,
     "str": str,
+    "tuple": tuple,
+    "bool": bool,
+    "bytes": bytes,
+    "complex": complex,
+    "frozenset": frozenset,
+    "OrderedDict": OrderedDict,
+    "Counter": Counter,
 }
+"""What a defaultdict may make, by name. A factory of any other kind is code, and is neither saved nor run."""
+DICTS: dict[str, type[dict[Any, Any]]] = {"dict": dict, "OrderedDict": OrderedDict, "Counter": Counter}
+"""The types of dict that come back as what they were; `defaultdict:<factory>` is the fourth."""
+
+
+COMPOSITES = ("sparse_coo", "sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc", "quantized", "jagged", "subclass")
+"""The kinds of tensors that are saved as their parts."""
+
+
+class Parts(dict[str, Any]):
+    """The parts of a tensor that is made of other tensors, by name. `like`: such a tensor of a target, or None."""
+
+    def __init__(self, kind: str, parts: Mapping[str, Any] | None = None, like: Any = None) -> None:
+        super().__init__(parts or {})
+        self.kind, self.like = kind, like
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -115,16 +137,28 @@ def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
 def container_kind(value: Any, path: Path = ()) -> str:
     """The manifest's word for a container. Raises UnknownContainer for a type that would not come back the same."""
     kind = type(value)
-    if kind in (dict, OrderedDict, list, tuple):
+    if kind in (list, tuple) or kind in DICTS.values():
         return str(kind.__name__)
     if kind is defaultdict:
-        for name, factory in FACTORIES.items():
-            if value.default_factory is factory:
-                return f"defaultdict:{name}"
+        factory = factory_name(value)
+        if factory is not None:
+            return f"defaultdict:{factory}"
         raise UnknownContainer(f"{show_path(path)!r} is a defaultdict with a factory of its own")
     if is_namedtuple(value):
         return f"namedtuple:{kind.__name__}"
+    if kind is Parts:
+        return f"composite:{value.kind}"
     raise UnknownContainer(f"{show_path(path)!r} is a {kind.__module__}.{kind.__qualname__}")
+
+
+def is_dict(kind: str) -> bool:
+    """Whether a node of this kind has named children: it is a dict of some type."""
+    return kind.partition(":")[0] in (*DICTS, "defaultdict", "composite")
+
+
+def factory_name(value: defaultdict[Any, Any]) -> str | None:
+    """The name of a defaultdict's factory, or None for one that is not of `FACTORIES`."""
+    return next((name for name, factory in FACTORIES.items() if value.default_factory is factory), None)
 
 
 def is_namedtuple(value: Any) -> bool:
@@ -238,28 +272,38 @@ def grow(nodes: Iterable[Node]) -> Branch:
     return root
 
 
-def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Path], Any], path: Path = ()) -> Any:
-    """Rebuild the containers of a tree; `decode` reads a dict's keys and `leaf` gives each leaf."""
+def build(
+    branch: Branch,
+    decode: Callable[[Any], Any],
+    leaf: Callable[[Node, Path], Any],
+    path: Path = (),
+    compose: Callable[[Parts, Path], Any] = lambda parts, _path: dict(parts),
+) -> Any:
+    """Rebuild the containers of a tree; `decode` reads a dict's keys and `leaf` gives each leaf.
+
+    `compose` gives what stands for a tensor that is made of other tensors; by default a dict of its parts.
+    """
     kind, _, detail = branch.node.kind.partition(":")
     if branch.node.kind in LEAVES:
         return leaf(branch.node, path)
     if kind in ("list", "tuple"):
-        built = [build(child, decode, leaf, (*path, i)) for i, child in enumerate(branch.children)]
+        built = [build(child, decode, leaf, (*path, i), compose) for i, child in enumerate(branch.children)]
         return built if kind == "list" else tuple(built)
     if kind == "namedtuple":
         fields = [str(child.node.name) for child in branch.children]
-        values = [build(c, decode, leaf, (*path, f)) for c, f in zip(branch.children, fields, strict=True)]
+        values = [build(c, decode, leaf, (*path, f), compose) for c, f in zip(branch.children, fields, strict=True)]
         return make_namedtuple(detail, fields)._make(values)
-    empty: dict[str, Callable[[], dict[Any, Any]]] = {
-        "dict": dict,
-        "OrderedDict": OrderedDict,
-        "defaultdict": lambda: defaultdict(FACTORIES[detail]),
-    }
-    result = empty[kind]()
+    result = _empty_dict(kind, detail)
     for key, child in zip(_names(branch, decode), branch.children, strict=True):
         result[key] = None  # keeps the order, even if the rest fails
-        result[key] = build(child, decode, leaf, (*path, key))
-    return result
+        result[key] = build(child, decode, leaf, (*path, key), compose)
+    return compose(result, path) if isinstance(result, Parts) else result
+
+
+def _empty_dict(kind: str, detail: str) -> dict[Any, Any]:
+    if kind == "composite":
+        return Parts(detail)
+    return defaultdict(FACTORIES[detail]) if kind == "defaultdict" else DICTS[kind]()
 
 
 def _names(branch: Branch, decode: Callable[[Any], Any]) -> list[Any]:
@@ -288,8 +332,9 @@ def check_kinds(nodes: Iterable[Node]) -> None:
     """Refuse kinds of node that this version does not know."""
     for spelled in {node.kind for node in nodes}:
         kind, _, detail = spelled.partition(":")
-        plain = kind in (*LEAVES, "dict", "OrderedDict", "list", "tuple") and not detail
-        if not (plain or kind == "namedtuple" or (kind == "defaultdict" and detail in FACTORIES)):
+        plain = kind in (*LEAVES, *DICTS, "list", "tuple") and not detail
+        detailed = {"defaultdict": FACTORIES, "composite": COMPOSITES}.get(kind, ())
+        if not (plain or kind == "namedtuple" or detail in detailed):
             raise ValueError(f"a node of the unknown kind {spelled[:80]!r}")
 
 

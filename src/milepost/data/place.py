@@ -10,7 +10,7 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, pairwise
-from operator import itemgetter, mul
+from operator import add, itemgetter, mul
 from typing import NamedTuple
 
 import msgspec
@@ -21,12 +21,14 @@ from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.conversion import copy_checked
 from milepost.data.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
 from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, restored
-from milepost.errors import CheckpointDamaged
-from milepost.state.tensors import torch_dtype
+from milepost.errors import CheckpointDamaged, StateMismatch
+from milepost.state.host_memory import tensor_of_bytes
+from milepost.state.tensors import dtype_name, torch_dtype
 
 _IN_PLACE = 64 * KIB
 """Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
@@ -41,13 +43,21 @@ _QUIET = Transfer(direct=False)
 
 
 class Placement(msgspec.Struct, frozen=True, gc=False):
-    """A planned read, the saved dtype, and the memory that takes the result. `alone`: no other rank reads the same."""
+    """A planned read, the saved dtype, and the memory that takes the result. `alone`: no other rank reads the same.
+
+    `order`: which dimension of the tensor each dimension of the read is, where they were turned around.
+    """
 
     item: PlannedRead
     dtype: str
     target: torch.Tensor
     size_bytes: int
     alone: bool = False
+    order: Shape | None = None
+
+    def index(self, at: Shape) -> Shape:
+        """An index in the order of the tensor's own dimensions."""
+        return at if self.order is None else tuple(at[self.order.index(d)] for d in range(len(at)))
 
 
 def placement_of(item: PlannedRead, dtype: str, target: torch.Tensor, alone: bool = False) -> Placement:
@@ -62,15 +72,19 @@ def place_all(
     meter: Meter | None = None,
     *,
     verify: bool = True,
+    lossy: bool = True,
     registry: ExtensionRegistry = REGISTRY,
 ) -> None:
-    """Read everything into its targets. Bytes that were transformed are restored by extensions of the registry."""
+    """Read everything into its targets. Bytes that were transformed are restored by extensions of the registry.
+
+    Raises StateMismatch, unless it may be `lossy`, for a value that the type of its target does not have.
+    """
     meter = meter or Meter("load", files.url)
     by_rank: dict[int, list[Placement]] = defaultdict(list)
     total = count = 0
     for placement in placements:
         if placement.item.key in files.transforms:
-            _place_restored(files, placement, registry)
+            _place_restored(files, placement, registry, lossy)
             continue
         count += 1
         by_rank[placement.item.rank].append(placement)
@@ -80,7 +94,7 @@ def place_all(
     align = files.manifest.block_bytes if verify else PAGE_BYTES
     size = max(transfer.block_bytes // align, 1) * align
     pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
-    jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size))
+    jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size, lossy))
 
     first = next(jobs, None)
     if first is None:
@@ -95,7 +109,7 @@ def place_all(
     run_all(chain([first], jobs), make_worker, threads, meter)
 
 
-def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry) -> None:
+def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry, lossy: bool) -> None:
     """Read a whole entry, undo its transforms, and copy the wanted part of it."""
     item, file = placement.item, files.of(placement.item.rank)
     size = item.source.elements * DTYPES[placement.dtype].size_bytes
@@ -103,13 +117,32 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
     data = restored(file.packed(item), files.transforms[item.key], size, what, registry)
     if len(data) != size:
         raise CheckpointDamaged(f"{what} is {len(data)} bytes without its transforms, and should be {size}")
-    source = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(torch_dtype(placement.dtype))
+    source = tensor_of_bytes(data).view(torch_dtype(placement.dtype))
     wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
     same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
     if same:
         as_bits(placement.target).copy_(as_bits(wanted))
     else:
-        placement.target.copy_(wanted)
+        _convert(placement, wanted, placement.target, item.box.offset, lossy=lossy)
+
+
+def _convert(placement: Placement, source: torch.Tensor, target: torch.Tensor, offset: Shape, *, lossy: bool) -> None:
+    """Copy a box at `offset` of the whole tensor into a target of another type. Raises StateMismatch; see `place_all`.
+
+    The offset is in the order of the dimensions of the placement.
+    """
+    wanted = dtype_name(target.dtype, placement.item.key)
+    if lossy:
+        target.copy_(source)
+        return
+    wrong = copy_checked(source, target, placement.dtype, wanted)
+    if wrong is not None:
+        at = tuple(a + b for a, b in zip(offset, wrong, strict=True))
+        raise StateMismatch(
+            f"{placement.item.key!r} was saved as {placement.dtype} and the target is {wanted}, which cannot hold the "
+            f"value {source[wrong].item()} at index {placement.index(at)}.\n  The state is partly filled. Give the "
+            'target a type that holds every value, or pass convert_dtype="lossy".'
+        )
 
 
 class _Span(NamedTuple):
@@ -133,10 +166,10 @@ class _ReadJob(NamedTuple):
     pieces: list[_Span]
 
 
-def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int) -> Iterator[_ReadJob]:
+def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int, lossy: bool) -> Iterator[_ReadJob]:
     """The reads of one file, front to back; each starts where a block does."""
     with CollectionPaused():
-        pieces = sorted([_piece(file, p) for p in placements], key=itemgetter(0))
+        pieces = sorted([_piece(file, p, lossy) for p in placements], key=itemgetter(0))
         ranges = [span for piece in pieces for span in ([piece[:2]] if piece.address else _spans(piece))]
     following, active = 0, list[_Span]()
     for low, high in _merged(ranges, align, file.header.data_bytes):
@@ -149,7 +182,7 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
             yield _ReadJob(file, start, stop, active)
 
 
-def _piece(file: VerifiedFile, placement: Placement) -> _Span:
+def _piece(file: VerifiedFile, placement: Placement, lossy: bool) -> _Span:
     origin, end = file.entry(placement.item, placement.dtype).data_offsets
     order = file.order(placement.item)
     if order is not None:
@@ -164,7 +197,7 @@ def _piece(file: VerifiedFile, placement: Placement) -> _Span:
         stop = start + (sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1) * size
     in_one_run = stop - start == placement.size_bytes
     address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
-    region = None if address else _Region(placement)
+    region = None if address else _Region(placement, lossy)
     return _Span(start, stop, address, origin, placement.alone and in_one_run, placement, region)
 
 
@@ -176,7 +209,7 @@ def _turned(placement: Placement, order: Shape) -> Placement:
 
     item, target = placement.item, placement.target.permute(order)
     turned = PlannedRead(item.key, item.rank, item.name, turn(item.source), turn(item.box))
-    return placement_of(turned, placement.dtype, target, placement.alone)
+    return Placement(turned, placement.dtype, target, placement.size_bytes, placement.alone, order)
 
 
 def _spans(piece: _Span) -> Iterator[tuple[int, int]]:
@@ -278,8 +311,9 @@ class _Placer:
 class _Region:
     """A region of an entry whose target is strided, on a device, or of another type: filled by copies from a block."""
 
-    def __init__(self, placement: Placement) -> None:
+    def __init__(self, placement: Placement, lossy: bool) -> None:
         item, target = placement.item, placement.target
+        self._placement, self._lossy = placement, lossy
         self._dtype = torch_dtype(placement.dtype)
         self._size = DTYPES[placement.dtype].size_bytes
         self._shape, self._strides = item.source.shape, strides_of(item.source.shape)
@@ -288,6 +322,7 @@ class _Region:
         # Bit by bit where the types are the same: torch cannot copy all of its types.
         self._target = as_bits(target) if same else target
         self._read_as = self._target.dtype if same else self._dtype
+        self._same = same
 
     def fill(self, block: Block, at: int, start: int, stop: int) -> int:
         """Copy the region's part of bytes start..stop of the entry, which lie at `at` in the block. Gives its size."""
@@ -300,6 +335,11 @@ class _Region:
             if part is not None:
                 offset = base + sum(map(mul, part.offset, self._strides))
                 target = self._target[part.within(self._wanted).slices]
-                target.copy_(source.as_strided(part.shape, self._strides, offset))
+                values = source.as_strided(part.shape, self._strides, offset)
+                if self._same:
+                    target.copy_(values)
+                else:
+                    where = tuple(map(add, self._placement.item.source.offset, part.offset))
+                    _convert(self._placement, values, target, where, lossy=self._lossy)
                 count += part.elements
         return count * self._size

@@ -2,37 +2,54 @@
 
 Plain containers and modules must hold what the checkpoint holds. For any other stateful object the checkpoint decides:
 it gets exactly the state dict that was saved, built around the tensors that it already has, so that sharded tensors
-stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters.
+stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters. The same holds for the
+extra state of modules.
 """
 
 import platform
-from collections.abc import Mapping
-from functools import cache, cached_property
+import reprlib
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property, partial
 from pathlib import Path as File
 from typing import Any
 
 import torch
 import xxhash
+from msgspec.structs import replace
 
 from milepost.core.box import Shape
+from milepost.core.dtypes import Convert, may_convert
 from milepost.core.manifest import FORMAT, Manifest, Tensor
-from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_path, grow, show_path
+from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
 from milepost.loading.target import Match, has_no_memory, placements_for
-from milepost.state.take_apart import PerRank, take_apart
+from milepost.state.composite import is_composite, kind_of
+from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
+    dtype_of,
     is_tensor,
+    new_saved,
     new_tensor,
     torch_dtype,
     why_not_filled,
 )
 from milepost.state.values import Codec
+from milepost.state.wrappers import is_extra_state, named_as_saved
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
+
+
+_FIXED: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(COMPOSITES, ("shape",)),
+    "quantized": ("axis",),
+    "jagged": ("ragged_dim",),
+    "subclass": ("class", "description", "shape"),
+}
+"""The parts of composite tensors that a target and a checkpoint must have in common."""
 
 
 class _Placeholder:
@@ -42,7 +59,7 @@ class _Placeholder:
 class Matcher:
     """Matches one rank's state with a manifest."""
 
-    def __init__(self, manifest: Manifest, codec: Codec, describer: Describer, convert_dtype: bool) -> None:
+    def __init__(self, manifest: Manifest, codec: Codec, describer: Describer, convert_dtype: Convert) -> None:
         self._manifest, self._codec, self._describer = manifest, codec, describer
         self._convert_dtype = convert_dtype
         self._tensors = {t.key: t for t in manifest.tensors}
@@ -79,6 +96,10 @@ class Matcher:
     def _root(self) -> Branch:
         return grow(self._manifest.tree)
 
+    @cached_property
+    def _has_composites(self) -> bool:
+        return any(node.kind.startswith("composite:") for node in self._manifest.tree)
+
     def _find_keys(self, flat: Flat) -> None:
         """Find the saved key of each leaf: by the exact path, or else by the only path that reads the same."""
         if flat.nodes == self._manifest.tree:  # as for most loads
@@ -90,10 +111,15 @@ class Matcher:
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
-        current = value.state_dict()
+        current = state_dict_of(value, path)
         branch = _find(self._root, path, self._codec)
-        if isinstance(value, torch.nn.Module) or branch is None or branch.node.kind in LEAVES:
+        if isinstance(current, Parts):
+            return self._open_composite(value, current, branch, path)
+        if branch is None or branch.node.kind in LEAVES:
             return current
+        if isinstance(value, torch.nn.Module):
+            named = named_as_saved(value, current, {str(child.node.name) for child in branch.children})
+            return self._with_extra_state(named, branch, path)
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = _lookup(current, inner[len(path) :])
@@ -103,7 +129,71 @@ class Matcher:
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             return _Placeholder()
 
-        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path)
+        compose = self._composer(current, path)
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
+        return built if self._manifest.format == FORMAT else _named_like(current, built)
+
+    def _composer(self, current: Any, path: Path) -> Callable[[Parts, Path], Any]:
+        """Notes which tensor of a state dict the parts of a saved one are for."""
+
+        def note(parts: Parts, inner: Path) -> Parts:
+            existing = _lookup(current, inner[len(path) :])
+            parts.like = existing if is_composite(existing) and kind_of(existing) == parts.kind else None
+            return parts
+
+        return note
+
+    def _open_composite(self, value: Any, current: Parts, branch: Branch | None, path: Path) -> Any:
+        """The parts that a target's tensor gets: of a subclass its own, to be filled; of torch's kinds new ones."""
+        key = show_path(path)
+        if branch is None or branch.node.kind != f"composite:{current.kind}":
+            if branch is not None:
+                saved = branch.node.kind.removeprefix("composite:")
+                self._kinds[key] = f"saved as a {saved} and the target is a {current.kind} tensor"
+            return current
+        fixed = _FIXED[current.kind]
+        there = {child.node.name: child.node.key for child in branch.children}
+        values = {v.key: v.value for v in self._manifest.values if v.key in there.values()}
+        for name in fixed:
+            was, now = values.get(there.get(name, "")), self._codec.encode(current[name], key)
+            if was != now:
+                self._kinds[key] = f"saved with the {name} {reprlib.repr(was)} and the target has {reprlib.repr(now)}"
+        if current.kind == "subclass":
+            return current
+        dtypes = {name: dtype_of(part) for name, part in current.items() if isinstance(part, torch.Tensor)}
+        return self._as_saved(branch, Parts(current.kind, {}), path, dtypes, value)
+
+    def _with_extra_state(self, current: Any, branch: Branch, path: Path) -> Any:
+        """A module's state dict with extra state as it was saved: the module takes it back as a whole."""
+        saved = {str(child.node.name): child for child in branch.children}
+        for name in [name for name in current if is_extra_state(name) and name in saved]:
+            current[name] = self._as_saved(saved[name], current[name], (*path, name))
+        return current
+
+    def _as_saved(
+        self, branch: Branch, current: Any, path: Path, dtypes: Mapping[str, str | None] | None = None, like: Any = None
+    ) -> Any:
+        """What was saved at `path`, around the tensors of `current` that are alike; what will be read stands open.
+
+        `dtypes`: the types of new tensors, by name, where they are those of the target.
+        """
+
+        def leaf(node: Node, inner: Path) -> Any:
+            existing = _lookup(current, inner[len(path) :])
+            if node.kind == "per_rank":
+                return existing if isinstance(existing, PerRank) else PerRank(None)
+            if node.kind == "value" or self._tensors[node.key].is_bytes:
+                return _Placeholder()
+            tensor = self._tensors[node.key]
+            alike = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
+            alike = alike and (tuple(existing.shape), dtype_of(existing)) == (tensor.shape, tensor.dtype)
+            wanted = (dtypes or {}).get(str(inner[-1])) or tensor.dtype
+            return existing if alike else new_saved(replace(tensor, dtype=wanted))[0]
+
+        compose = self._composer(current, path)
+        if like is not None:
+            compose = partial(_note_like, like)
+        built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
         return built if self._manifest.format == FORMAT else _named_like(current, built)
 
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
@@ -145,8 +235,16 @@ class Matcher:
                     f"saved {'with' if private else 'without'} PerRank and the target is {'not ' * private}a PerRank"
                 )
             elif not self._knows(there):
-                self._missing.append(key)
+                self._miss(key, flat.paths[key], leaf)
         return placements
+
+    def _miss(self, key: str, path: Path, leaf: Any) -> None:
+        branch = _find(self._root, path, self._codec) if self._has_composites else None
+        kind, _, detail = branch.node.kind.partition(":") if branch is not None else ("", "", "")
+        if kind == "composite":
+            self._kinds[key] = f"saved as the parts of a {detail} tensor and the target is a {type(leaf).__name__}"
+        else:
+            self._missing.append(key)
 
     def _knows(self, key: str) -> bool:
         return key in self._tensors or key in self._values or key in self._per_rank
@@ -161,7 +259,7 @@ class Matcher:
             return []
         if local.dtype != saved.dtype:
             self._dtypes[key] = (saved.dtype, local.dtype)
-            if not self._convert_dtype:
+            if not may_convert(saved.dtype, local.dtype, self._convert_dtype):
                 return []
         why = next(filter(None, (why_not_filled(part.data) for part in local.parts)), None)
         if why is not None:
@@ -233,6 +331,12 @@ def _named_like(current: Any, built: Any) -> Any:
         return built
     names = {str(name): name for name in current}
     return {names.get(name, name): _named_like(current.get(names.get(name, name)), v) for name, v in built.items()}
+
+
+def _note_like(like: Any, parts: Parts, path: Path) -> Parts:
+    del path
+    parts.like = like
+    return parts
 
 
 def _lookup(state: Any, path: Path) -> Any:

@@ -6,6 +6,7 @@ from typing import TypedDict, Unpack
 
 import torch
 
+from milepost.core.dtypes import Convert
 from milepost.core.option_values import check_values
 from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
@@ -16,7 +17,7 @@ class ExplainKeywords(TypedDict, total=False):
     """The options of `milepost.explain`."""
 
     types: Iterable[type]
-    """The enum and dataclass types that occur in the state. Default: none."""
+    """The enum and dataclass types that occur in the state, and subclasses of Tensor. Default: none."""
 
 
 class LoadKeywords(ExplainKeywords, total=False):
@@ -26,8 +27,9 @@ class LoadKeywords(ExplainKeywords, total=False):
     """True: leave what the checkpoint lacks as it is. Default: False."""
     allow_unexpected: bool
     """True: ignore what the state lacks. Default: False."""
-    convert_dtype: bool
-    """True: convert where the dtype differs. Default: False."""
+    convert_dtype: Convert
+    """True: convert between floating types, and between integers, where every value fits. "lossy": convert between any
+    types. Default: False."""
     device: torch.device | str | None
     """Where tensors on the meta device get their memory. Default: the device of their mesh, else the CPU."""
     allow_pickle: bool
@@ -57,7 +59,7 @@ class LoadOptions:
     codec: Codec
     allow_missing: bool = False
     allow_unexpected: bool = False
-    convert_dtype: bool = False
+    convert_dtype: Convert = False
     device: torch.device | str | None = None
     verify: bool = True
     share_reads: bool | None = None
@@ -73,7 +75,7 @@ def make_load_options(**given: Unpack[LoadKeywords]) -> LoadOptions:
         codec=Codec(given.get("types", ()), given.get("allow_pickle", False)),
         allow_missing=given.get("allow_missing", False),
         allow_unexpected=given.get("allow_unexpected", False),
-        convert_dtype=given.get("convert_dtype", False),
+        convert_dtype=_convert(given.get("convert_dtype", False)),
         device=_checked_device(given.get("device")),
         verify=given.get("verify", True),
         share_reads=given.get("share_reads"),
@@ -85,7 +87,13 @@ def make_load_options(**given: Unpack[LoadKeywords]) -> LoadOptions:
 def make_explain_options(**given: Unpack[ExplainKeywords]) -> LoadOptions:
     """The options as callers of `milepost.explain` give them. Raises InvalidRequest, naming an option that is wrong."""
     _check_known(frozenset(given), EXPLAIN_OPTIONS, "an explanation")
-    return LoadOptions(Codec(given.get("types", ())), convert_dtype=True)
+    return LoadOptions(Codec(given.get("types", ())), convert_dtype="lossy")
+
+
+def _convert(given: Convert) -> Convert:
+    if given not in (True, False, "lossy"):
+        raise InvalidRequest(f'convert_dtype is True, False or "lossy", not {given!r}')
+    return given
 
 
 def _check_known(given: frozenset[str], known: frozenset[str], call: str) -> None:

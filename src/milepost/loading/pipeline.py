@@ -29,7 +29,7 @@ from milepost.commit.find import find, newest_generation, parse, read_manifest
 from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
-from milepost.core.tree import Path, restore
+from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
@@ -43,9 +43,11 @@ from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, Memory, agree_to_share, check_arrival
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
+from milepost.state.composite import compose, is_composite
 from milepost.state.take_apart import PerRank, is_stateful
 from milepost.state.tensors import Describer
 from milepost.state.values import Codec
+from milepost.state.wrappers import load_module
 from milepost.store import Store
 
 _SMALL = 64 * KIB
@@ -119,7 +121,8 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         shared = {key for exchange in exchanges for key in exchange.keys}
         own = (p for p in target.get().placements if p.item.key not in shared)
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
-        place_all(files, placements, options.transfer, meter, verify=options.verify)
+        lossy = options.convert_dtype == "lossy"
+        place_all(files, placements, options.transfer, meter, verify=options.verify, lossy=lossy)
         values = _read_values(match, files, comm, options.codec)
         memory: Memory = {}
         for exchange in exchanges:
@@ -136,7 +139,9 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         files.close()
     if share:
         meet(comm, call, _SENDING, send, check_arrival)
-    loaded = together(comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}))
+    loaded = together(
+        comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}, options.codec)
+    )
     meter.finish()
     return loaded
 
@@ -312,7 +317,7 @@ def _private(
 
 
 @CollectionPaused()
-def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
+def _apply(state: Any, match: Match, results: Mapping[str, Any], codec: Codec) -> Any:
     """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects."""
     keys = {path: key for key, path in match.flat.paths.items()}
 
@@ -320,11 +325,17 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
         key = keys.get(path)
         if key is not None:
             return _merged(value, results.get(key, value))
+        if isinstance(value, Parts) or (path in match.opened and is_composite(value)):
+            return _composed(value, match.opened.get(path, value), path)
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
             _feed(value, state_dict, assign=_has_new_tensors(match, results, path))
             return value
         return NotImplemented
+
+    def _composed(value: Any, parts: Any, path: Path) -> Any:
+        filled = restore(parts, replace_inside(path), path)
+        return compose(filled, value.like if isinstance(value, Parts) else value, codec, show_path(path))
 
     def replace_inside(outer: Path) -> Any:
         # The state dict stands at the same path as its owner: it must be entered, not taken for the owner again.
@@ -335,14 +346,14 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
 
 def _merged(old: Any, new: Any) -> Any:
     if isinstance(new, LongBytes):
-        return new.finish()
+        return new.value
     if isinstance(old, np.ndarray) and isinstance(new, np.ndarray) and old.flags.writeable:
         old[...] = new  # an array with negative strides was read into other memory
         return old
     if not isinstance(old, PerRank) or isinstance(new, PerRank):
         return new
     if is_stateful(old.value):
-        old.value.load_state_dict(new)
+        _feed(old.value, new, assign=False)
     else:
         old.value = new
     return old
@@ -350,7 +361,7 @@ def _merged(old: Any, new: Any) -> Any:
 
 def _feed(owner: Any, state_dict: Any, *, assign: bool) -> None:
     if isinstance(owner, torch.nn.Module):
-        owner.load_state_dict(state_dict, assign=assign)
+        load_module(owner, state_dict, assign=assign)
     else:
         owner.load_state_dict(state_dict)
 

@@ -2,9 +2,6 @@
 
 from typing import Any
 
-import numpy as np
-import torch
-
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
@@ -12,11 +9,12 @@ from milepost.core.manifest import Tensor, check_kind, check_leaves
 from milepost.core.private_record import Private, read_private
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
-from milepost.core.tree import Node, Path, build, grow
+from milepost.core.tree import Node, Parts, Path, build, grow, show_path
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.errors import CheckpointDamaged
-from milepost.state.tensors import new_tensor
+from milepost.state.composite import composed_or_parts
+from milepost.state.tensors import new_saved
 from milepost.state.values import Codec
 
 
@@ -49,28 +47,23 @@ def _build(record: Private, files: Files, rank: int, codec: Codec) -> Any:
         del path
         return tensors[node.key] if node.kind == "tensor" else codec.decode(values[node.key], node.key)
 
-    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf)
+    def compose(parts: Parts, path: Path) -> Any:
+        return composed_or_parts(parts, codec, show_path(path))
+
+    return build(grow(record.tree), lambda name: codec.decode(name, "a private key"), leaf, (), compose)
 
 
 def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[str, Any]:
-    read: dict[str, torch.Tensor] = {}
+    read: dict[str, Any] = {}
     placements: list[Placement] = []
     for tensor in tensors:
         name, box = private_name(tensor.key), Box.whole(tensor.shape)
         entry = files.of(rank).header.entries.get(name)
         if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
             raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
-        read[tensor.key] = new_tensor(tensor.dtype, tensor.shape)
+        read[tensor.key], memory = new_saved(tensor)
         if box.elements:
             item = PlannedRead(tensor.key, rank, name, box, box)
-            placements.append(placement_of(item, tensor.dtype, read[tensor.key]))
+            placements.append(placement_of(item, tensor.dtype, memory))
     place_all(files, placements)
-    return {tensor.key: as_saved(read[tensor.key], tensor) for tensor in tensors}
-
-
-def as_saved(data: torch.Tensor, tensor: Tensor) -> Any:
-    """The tensor as the kind of object that was saved."""
-    if tensor.kind == "tensor":
-        return data
-    array: np.ndarray[Any, Any] = data.numpy()
-    return array if tensor.kind == "numpy" else {"bytes": bytes, "bytearray": bytearray}[tensor.kind](array.tobytes())
+    return read

@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 
 from milepost.core.box import Shape
+from milepost.core.dtypes import Convert, conversion, may_convert
 from milepost.core.ranks import show_ranks
+from milepost.core.wrapper_names import without_wrappers
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 10
@@ -53,14 +55,14 @@ class LoadReport:
     kinds: Mapping[str, str]
     read_bytes: tuple[int, ...]
 
-    def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: bool = False) -> bool:
-        """Whether a load with these permissions would go through."""
+    def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: Convert = False) -> bool:
+        """Whether a load with these permissions would read: its values may still not fit the types of the targets."""
         return not (
             self.shapes
             or self.kinds
             or (self.missing and not allow_missing)
             or (self.unexpected and not allow_unexpected)
-            or (self.dtypes and not convert_dtype)
+            or not all(may_convert(*pair, convert_dtype) for pair in self.dtypes.values())
         )
 
     def __str__(self) -> str:
@@ -72,7 +74,7 @@ class LoadReport:
         lines.append(f"{ranks} would read {read:,} bytes{most}")
         return "\n".join(lines)
 
-    def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: bool) -> list[str]:
+    def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: Convert) -> list[str]:
         """One block of text for each kind of difference that is not allowed, with what to do."""
         blocks = []
         if self.missing and not allow_missing:
@@ -95,6 +97,8 @@ class LoadReport:
                     "allow_unexpected=True leaves them unread",
                 )
             )
+        if not (allow_missing or allow_unexpected):
+            blocks += self._wrapped()
         if self.shapes:
             lines = grouped(self.shapes, lambda key: "saved as {} and the target is {}".format(*self.shapes[key]))
             blocks.append(
@@ -105,13 +109,43 @@ class LoadReport:
                     "if a target is one shard, pass the DTensor itself, not its local part",
                 )
             )
-        if self.dtypes and not convert_dtype:
-            lines = grouped(self.dtypes, lambda key: "saved as {} and the target is {}".format(*self.dtypes[key]))
-            blocks.append(_block(len(self.dtypes), "of another dtype", lines, "convert_dtype=True converts them"))
+        blocks += self._dtype_problems(convert_dtype)
         if self.kinds:
             lines = grouped(self.kinds, lambda key: self.kinds[key])
             blocks.append(_block(len(self.kinds), "of another kind", lines, "give the target what was saved"))
         return blocks
+
+    def _wrapped(self) -> list[str]:
+        """A hint where missing and unexpected keys differ only by the names of wrappers: torch.compile, DDP."""
+        there = {without_wrappers(key): key for key in self.unexpected}
+        pairs = [(key, there[without_wrappers(key)]) for key in self.missing if without_wrappers(key) in there]
+        if not pairs:
+            return []
+        mine, saved = pairs[0]
+        lines = [
+            f"  {len(pairs)} of these keys differ only by what torch.compile, DDP or FSDP adds to names, such as",
+            f"    {saved!r} in the checkpoint and {mine!r} in the state.",
+            "    Pass a module itself, not its state_dict(): its wrappers are then left out of the names. To load this",
+            "    checkpoint, pass a dict with its names: {'_orig_mod.' + name: t for name, t in state_dict.items()}",
+        ]
+        return ["\n".join(lines)]
+
+    def _dtype_problems(self, convert_dtype: Convert) -> list[str]:
+        blocks = []
+        refused = {key: pair for key, pair in self.dtypes.items() if not may_convert(*pair, convert_dtype)}
+        for kinds, what, hint in _CONVERSIONS:
+            found = [key for key, pair in refused.items() if conversion(*pair) in kinds]
+            if found:
+                lines = grouped(found, lambda key: "saved as {} and the target is {}".format(*refused[key]))
+                blocks.append(_block(len(found), what, lines, hint))
+        return blocks
+
+
+_CONVERSIONS = [
+    (("fits", "checked"), "of another dtype", "convert_dtype=True converts them"),
+    (("lossy",), "of another kind of number", 'convert_dtype="lossy" converts them'),
+    (("impossible",), "of a dtype that torch does not convert", "give the target the saved dtype"),
+]
 
 
 def _block(count: int, what: str, lines: list[str], hint: str) -> str:

@@ -13,10 +13,9 @@ from milepost.core.division import read_plan
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.tree import Flat, Path
 from milepost.data.place import Placement, placement_of
-from milepost.loading.private import as_saved
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
-from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_tensor
+from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_saved
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +47,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class LongBytes:
-    """Bytes that are being read like a tensor."""
+    """Bytes that are being read like a tensor: the object, and a tensor over its memory."""
 
-    saved: Tensor
+    value: bytes | bytearray
     buffer: torch.Tensor
-
-    def finish(self) -> Any:
-        """The bytes, as the type that was saved."""
-        return as_saved(self.buffer, self.saved)
 
 
 def allocate(match: Match, describer: Describer, device: torch.device | str | None) -> Target:
@@ -73,7 +68,7 @@ def allocate(match: Match, describer: Describer, device: torch.device | str | No
 
 def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:
     if saved.is_bytes:
-        return LongBytes(saved, new_tensor("uint8", saved.shape))
+        return LongBytes(*new_saved(saved))
     if isinstance(leaf, torch.Tensor):
         return materialise(leaf, dtype_name(leaf.dtype, key), saved.shape, device)
     return np.empty_like(leaf)

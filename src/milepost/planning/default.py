@@ -25,7 +25,7 @@ from milepost.planning.global_plan import (
     renewed,
     validate_global_plan,
 )
-from milepost.planning.items import describer_of_job, find_state_dict_object, init_state_dict
+from milepost.planning.items import check_writable, describer_of_job, find_state_dict_object, init_state_dict
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.planning.records import (
     STATE_DICT_TYPE,
@@ -313,6 +313,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """The memory of a tensor or of a box, on this rank."""
+        check_writable(self.state_dict.get(index.fqn), index.fqn)
         found: torch.Tensor = find_state_dict_object(self.state_dict, index, self._describer)
         return found
 

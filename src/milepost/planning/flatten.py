@@ -5,6 +5,7 @@ strings become strings. `set_element` and `get_element` find such keys by their 
 under 0 and not under "0".
 """
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from typing import Any, Literal
 
@@ -20,10 +21,10 @@ FLATTEN_MAPPING = dict[str, OBJ_PATH]
 Era = Literal["now", "milepost", "2.4", "2.3"]
 """Whose rules decide which containers are opened.
 
-"now": mappings, and lists and tuples that hold tensors, arrays, `Sharded` or mappings. "milepost": saves of Milepost
-without a planner; as "now", but lists and tuples without tensors at any depth stay closed. "2.4": torch from 2.4 on; as
-"now", but tuples and lists of arrays or `Sharded` stay closed. "2.3": older versions of torch; as "2.4", but mappings
-without tensors stay closed too.
+"now": mappings, and lists and tuples that hold tensors, arrays, `Sharded` or mappings; a Counter without tensors is one
+value. "milepost": saves of Milepost without a planner; as "now", but lists and tuples without tensors at any depth stay
+closed. "2.4": torch from 2.4 on; as "now", but tuples and lists of arrays or `Sharded` stay closed, and each Counter is
+opened. "2.3": older versions of torch; as "2.4", but mappings without tensors stay closed too.
 """
 
 Visitor = Callable[[OBJ_PATH, Any], None]
@@ -89,7 +90,8 @@ def traverse_state_dict(
     def opens(value: Any) -> bool:
         """Whether the walk enters this value."""
         if isinstance(value, Mapping):
-            return era != "2.3" or any(wanted(item) for item in value.values())
+            always = era == "2.4" or (era != "2.3" and not isinstance(value, Counter))
+            return always or any(wanted(item) for item in value.values())
         return isinstance(value, sequences) and any(wanted(item) for item in value)
 
     def wanted(item: Any) -> bool:

@@ -211,6 +211,16 @@ def find_state_dict_object(
 # Reading
 
 
+def check_writable(value: Any, fqn: str) -> None:
+    """Raise ValueError for an array that nothing can be read into. A memory map that is written to ends the process."""
+    if (
+        isinstance(value, np.ndarray)
+        and value.size
+        and not (value.flags.writeable and min(value.strides, default=0) >= 0)
+    ):
+        raise ValueError(f"{fqn} is an array that cannot be read into: it is read-only, or runs backwards")
+
+
 def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Describer | None = None) -> list[ReadItem]:
     """The items to read for an object of the state. `saved` is its record in the metadata.
 
@@ -225,8 +235,7 @@ def create_read_items(fqn: str, saved: STORAGE_TYPES, value: Any, describer: Des
     """
     if isinstance(saved, BytesStorageMetadata):
         return [create_read_item_for_bytesio(MetadataIndex(fqn), 0, MetadataIndex(fqn), 0, 0)]
-    if isinstance(value, np.ndarray) and not np.shares_memory(from_numpy(value, fqn).numpy(), value) and value.size:
-        raise ValueError(f"{fqn} is an array that cannot be read into: it is read-only, or runs backwards")
+    check_writable(value, fqn)
     try:
         wanted = create_chunk_list(value, describer)
     except ValueError:

@@ -11,7 +11,7 @@ from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.layout import Boxes, Held, Layout, Whole
 from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
-from milepost.core.tree import Branch, Leaf, grow, nodes_of
+from milepost.core.tree import Branch, Leaf, grow, is_dict, nodes_of
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidRequest
 from milepost.planning.items import box_of, chunk_of
 from milepost.planning.records import (
@@ -209,9 +209,9 @@ def _leaves(branch: Branch, path: tuple[str | int, ...] = ()) -> Iterator[tuple[
     """Each key with its path, as planners spell it: names in dicts as text, positions in lists as numbers."""
     if branch.node.key:
         yield branch.node.key, path
-    is_dict = branch.node.kind.partition(":")[0] in ("dict", "OrderedDict", "defaultdict", "namedtuple")
+    has_names = is_dict(branch.node.kind) or branch.node.kind.startswith("namedtuple:")
     for i, child in enumerate(branch.children):
-        step = _spelled(child.node.name) if is_dict else i
+        step = _spelled(child.node.name) if has_names else i
         yield from _leaves(child, (*path, step))
 
 

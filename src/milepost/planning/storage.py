@@ -41,6 +41,7 @@ from milepost.planning.records import (
     WriteResult,
 )
 from milepost.planning.value_bytes import ValueIO
+from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
 from milepost.store import Location, Store, store_at
 
@@ -196,9 +197,8 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO 
 
 
 def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
-    """The bytes as a tensor, in memory of their own."""
-    raw = bytearray(data.getvalue())
-    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    """The bytes as a tensor, as they are now. Nobody may write into it."""
+    return tensor_of_bytes(data.getvalue())
 
 
 def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:

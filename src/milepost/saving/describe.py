@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-import torch
 
 from milepost.comm import Comm
 from milepost.core.manifest import Tensor, Value
@@ -16,6 +15,7 @@ from milepost.core.tree import Flat
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.write import EntryToWrite
 from milepost.errors import InvalidState
+from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import Describer, LocalTensor, check_data
 from milepost.state.values import Codec
@@ -97,5 +97,4 @@ def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: l
         except InvalidState as error:
             problems.append(str(error))
     record = msgspec.json.encode(Private(inner.nodes, tuple(values), tuple(rows)))
-    data = torch.frombuffer(bytearray(record), dtype=torch.uint8)
-    return [*entries, EntryToWrite(NewEntry(PRIVATE, "uint8", (len(record),)), data)]
+    return [*entries, EntryToWrite(NewEntry(PRIVATE, "uint8", (len(record),)), tensor_of_bytes(record))]

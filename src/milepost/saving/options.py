@@ -24,7 +24,7 @@ class SaveSettings(TypedDict, total=False):
     reduce_partial: bool
     """True: sum DTensors with `Partial` placements, by a collective on their mesh. Default: refuse them."""
     types: Iterable[type]
-    """The enum and dataclass types that occur in the state. Default: none."""
+    """The enum and dataclass types that occur in the state, and subclasses of Tensor. Default: none."""
     allow_pickle: bool
     """True: pickle values that have no plain form. Default: False."""
     host_memory_bytes: int

@@ -3,11 +3,15 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+from torch import nn
+
 from milepost.core.leaves import LeafRule
-from milepost.core.tree import Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
+from milepost.state.composite import is_composite, parts_of
 from milepost.state.tensors import is_tensor
 from milepost.state.values import Codec
+from milepost.state.wrappers import module_state
 
 T = TypeVar("T")
 Remap = Callable[[list[Any], int, int], Any]
@@ -60,17 +64,20 @@ def is_stateful(value: Any) -> bool:
 
 def _special(value: Any) -> Leaf | None:
     if is_tensor(value):
-        return "tensor"
+        return None if is_composite(value) else "tensor"
     return "per_rank" if isinstance(value, PerRank) else None
 
 
-_LEAVES = LeafRule(_special, is_stateful)
+_KNOWN = f"Use a dict, list, tuple, OrderedDict, Counter, or a defaultdict of {', '.join(FACTORIES)}."
+_LEAVES = LeafRule(_special, lambda value: is_stateful(value) or is_composite(value))
 
 
 def state_dict_of(value: Any, path: Path) -> Any:
-    """What stands for a stateful object in a tree: its own state dict."""
+    """What stands for an object in a tree: its state dict, without the names of wrappers, or the parts of a tensor."""
     del path
-    return value.state_dict()
+    if is_composite(value):
+        return parts_of(value)
+    return module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
 
 def take_apart(
@@ -83,7 +90,7 @@ def take_apart(
     opened: dict[Path, Any] = {}
 
     def open_stateful(value: Any, path: Path) -> Any:
-        if not is_stateful(value):
+        if not is_stateful(value) and not is_composite(value):
             return None
         opened[path] = opening(value, path)
         return opened[path]
@@ -97,4 +104,4 @@ def take_apart(
     except TooDeep as error:
         raise InvalidState(str(error)) from None
     except UnknownContainer as error:
-        raise InvalidState(f"{error}, which would not come back the same; use a dict, list or tuple") from None
+        raise InvalidState(f"{error}, which would not come back the same. {_KNOWN}") from None

@@ -18,8 +18,9 @@ from milepost.core.box import Box, Shape
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Cut, Grid, Held, Mesh, Piece
 from milepost.core.limits import MAX_DIMS
-from milepost.core.manifest import TensorKind
+from milepost.core.manifest import Tensor, TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
+from milepost.state.host_memory import new_bytes, tensor_of_bytes, tensor_over
 from milepost.state.unpinned import unpin
 
 unpin()
@@ -135,7 +136,8 @@ class Describer:
         if isinstance(value, np.ndarray):
             return _plain(from_numpy(value, key), "numpy", key)
         kind: TensorKind = "bytes" if isinstance(value, bytes) else "bytearray"
-        return _plain(torch.frombuffer(bytearray(value), dtype=torch.uint8), kind, key)
+        # A bytearray is copied: while a tensor shares its memory, the caller could not append to it.
+        return _plain(tensor_of_bytes(bytes(value)), kind, key)
 
     def is_alone(self, local: LocalTensor) -> bool:
         """Whether no other rank holds any of what this one does."""
@@ -268,21 +270,35 @@ def check_plain(value: torch.Tensor, key: str) -> torch.Tensor:
     """The tensor without its graph. Raises InvalidState for sparse, nested, quantized, wrapped and lazy tensors."""
     if type(value) not in _PLAIN and is_lazy(value):
         raise InvalidState(f"{key!r} has no shape yet; run its module once first.")
+    if type(value).__name__ == "MaskedTensor":
+        raise InvalidState(f"{key!r} is a MaskedTensor; save its get_data() and its get_mask().")
+    if _inside_torch(value):
+        raise InvalidState(f"{key!r} is a tensor inside of torch.func or of a compiler; save after that has returned.")
     value = value.detach() if value.requires_grad or type(value) is not torch.Tensor else value
     what = None
     if value.layout is not torch.strided:
-        what = f"has the layout {value.layout}; save its indices and values"
+        what = f"has the layout {value.layout}; save its indices and values, or pass it without a planner"
     elif value.is_quantized:
-        what = "is quantized; save its int_repr() and its scales"
+        what = f"is quantized ({value.dtype}); save its int_repr() and its scales"
     elif value.is_nested:
-        what = "is nested; save its values and offsets"
+        what = "is nested; make it with layout=torch.jagged, or save its values and offsets"
     elif type(value) is not torch.Tensor and _is_wrapper(value):
-        what = f"is a {type(value).__name__}, a tensor made of other tensors; save those"
+        what = f"is a {type(value).__name__}, a tensor made of other tensors; save those, or pass it without a planner"
     elif value.ndim > MAX_DIMS:
         what = f"has {value.ndim} dimensions, and {MAX_DIMS} is the most; reshape it"
     if what:
         raise InvalidState(f"{key!r} {what}.")
     return value
+
+
+def _inside_torch(value: torch.Tensor) -> bool:
+    """Whether this only stands for a tensor while torch transforms a function."""
+    functorch = torch._C._functorch  # noqa: SLF001  # no public name says it
+    return bool(
+        functorch.is_functorch_wrapped_tensor(value)
+        or torch._is_functional_tensor(value)  # noqa: SLF001
+        or type(value).__name__ == "FunctionalTensor"
+    )
 
 
 def check_data(local: LocalTensor, key: str) -> LocalTensor:
@@ -345,17 +361,22 @@ def from_numpy(value: "np.ndarray[Any, Any]", key: str) -> torch.Tensor:
         raise InvalidState(f"{key!r} is a numpy array of {value.dtype}, which cannot be saved; convert it first")
     if isinstance(value, np.ma.MaskedArray):
         raise InvalidState(f"{key!r} is a masked array; save its data and its mask")
-    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+    if any(stride < 0 for stride in value.strides):  # torch knows no steps backwards
         value = value.copy()
-    return torch.from_numpy(value)
+    return tensor_over(value)
 
 
 def dtype_name(dtype: torch.dtype, key: str) -> str:
     """Torch's name of a dtype. Raises InvalidState for dtypes that cannot be saved."""
     name = _NAMES.get(dtype)
     if name is None:
-        raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved")
+        raise InvalidState(f"{key!r} has the dtype {dtype}, which cannot be saved. Save its bytes: view(torch.uint8)")
     return name
+
+
+def dtype_of(value: Any) -> str | None:
+    """The name of the dtype of a tensor or array; None for one that cannot be saved."""
+    return value.dtype.name if isinstance(value, np.ndarray) else _NAMES.get(value.dtype)
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -375,6 +396,14 @@ def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
         raise UnsafeCheckpoint(
             f"a tensor of {dtype} {shape} takes {size_bytes(dtype, shape):,} bytes, which cannot be had: {error}"
         ) from None
+
+
+def new_saved(tensor: Tensor) -> tuple[Any, torch.Tensor]:
+    """A new object of the kind that was saved, not set to anything, and the memory of it to read into."""
+    if tensor.is_bytes:
+        return new_bytes(tensor.size_bytes, tensor.kind)
+    memory = new_tensor(tensor.dtype, tensor.shape)
+    return (memory.numpy() if tensor.kind == "numpy" else memory), memory
 
 
 def find_part(local: LocalTensor, box: Box) -> torch.Tensor:

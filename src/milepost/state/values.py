@@ -8,11 +8,13 @@ enums and dataclasses are built only from classes that the caller passed, and pi
 import base64
 import dataclasses
 import enum
+import io
 import math
 import pickle
 import re
 import reprlib
 import sys
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -22,7 +24,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.option_values import check_values, items_of
-from milepost.core.tree import is_namedtuple, make_namedtuple
+from milepost.core.tree import FACTORIES, factory_name, is_namedtuple, make_namedtuple
 from milepost.errors import InvalidRequest, InvalidState, UnsupportedFormat
 
 _JSON_INT = 2**53
@@ -34,7 +36,8 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 class Codec:
     """Encodes values as JSON data, and decodes them.
 
-    `types` are the enums and dataclasses that may occur. `allow_pickle` encodes and decodes all other types by pickle.
+    `types` are the enums, dataclasses and subclasses of Tensor that may occur. `allow_pickle` encodes and decodes all
+    other types by pickle.
     Raises InvalidRequest for other classes in `types`, and for two of the same name.
     """
 
@@ -43,8 +46,8 @@ class Codec:
         check_values({"allow_pickle": allow_pickle})
         self.allow_pickle = allow_pickle
         for kind in items_of("types", types):
-            if not isinstance(kind, type) or not (issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind)):
-                raise InvalidRequest(f"`types` takes enum and dataclass types, not {kind!r}")
+            if not (isinstance(kind, type) and _is_known(kind)):
+                raise InvalidRequest(f"`types` takes enum and dataclass types and subclasses of Tensor, not {kind!r}")
             if self._types.setdefault(kind.__qualname__, kind) is not kind:
                 raise InvalidRequest(f"`types` holds two classes called {kind.__qualname__!r}")
 
@@ -68,7 +71,7 @@ class Codec:
 
     def _encode_other(self, value: Any, key: str, depth: int) -> Any:
         kind = type(value)
-        if self._types.get(kind.__qualname__) is kind:
+        if self._types.get(kind.__qualname__) is kind and not _is_tensor_class(kind):
             if isinstance(value, enum.Flag):
                 return {"flag": [kind.__qualname__, value.value]}  # a combination of flags has no name
             if isinstance(value, enum.Enum):
@@ -116,9 +119,14 @@ class Codec:
         if kind is None:
             shown = str(name)[:200]
             raise UnsupportedFormat(f"{key!r} is the {base} {shown!r}; pass the class: types=[{shown}]")
-        if (base == "enum") != issubclass(kind, enum.Enum):
+        if (base == "enum") != issubclass(kind, enum.Enum) or _is_tensor_class(kind):
             raise ValueError(f"{key!r} was saved as the {base} {name!r}, which is another kind of class now")
         return kind, rest
+
+    def tensor_class(self, name: str) -> Any:
+        """The subclass of Tensor of this full name that the caller passed, or None."""
+        found = (kind for kind in self._types.values() if _is_tensor_class(kind))
+        return next((kind for kind in found if f"{kind.__module__}.{kind.__qualname__}" == name), None)
 
     def decode_enum(self, content: Any, key: str) -> Any:
         """A member of an enum that the caller passed."""
@@ -156,6 +164,14 @@ class Codec:
             raise ValueError(f"{key!r} cannot be unpickled: {error}") from error
 
 
+def _is_known(kind: type) -> bool:
+    return issubclass(kind, enum.Enum) or dataclasses.is_dataclass(kind) or _is_tensor_class(kind)
+
+
+def _is_tensor_class(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__") and hasattr(kind, "__tensor_unflatten__")
+
+
 def _text(data: bytes) -> str:
     return base64.b64encode(data).decode()
 
@@ -181,12 +197,22 @@ def _encode_float(value: float) -> Any:
     return value if math.isfinite(value) else {"float": repr(value)}
 
 
-def _encode_dict(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> Any:
+def _encode_pairs(codec: Codec, value: dict[Any, Any], key: str, depth: int) -> list[list[Any]]:
     pairs = []
     for k, v in value.items():
         name = _inside(key, k)
         pairs.append([codec.encode_at(k, name, depth + 1), codec.encode_at(v, name, depth + 1)])
-    return {"dict": pairs}
+    return pairs
+
+
+def _encode_defaultdict(codec: Codec, value: defaultdict[Any, Any], key: str, depth: int) -> Any:
+    factory = factory_name(value)
+    if factory is None:
+        raise InvalidState(
+            f"{key!r} is a defaultdict whose factory is {reprlib.repr(value.default_factory)}, which is code. Use one "
+            f"of {', '.join(FACTORIES)} as the factory, or a dict."
+        )
+    return {"defaultdict": [factory, _encode_pairs(codec, value, key, depth)]}
 
 
 def _encode_items(name: str) -> Callable[[Codec, Any, str, int], Any]:
@@ -225,11 +251,15 @@ _ENCODERS: dict[type, Callable[[Codec, Any, str, int], Any]] = {
     complex: lambda c, v, k, d: {"complex": [_encode_float(v.real), _encode_float(v.imag)]},
     bytes: lambda c, v, k, d: {"bytes": _text(v)},
     bytearray: lambda c, v, k, d: {"bytearray": _text(bytes(v))},
+    io.BytesIO: lambda c, v, k, d: {"BytesIO": _text(v.getvalue())},
     list: _encode_items("list"),
     tuple: _encode_items("tuple"),
     set: _encode_set("set"),
     frozenset: _encode_set("frozenset"),
-    dict: _encode_dict,
+    dict: lambda c, v, k, d: {"dict": _encode_pairs(c, v, k, d)},
+    OrderedDict: lambda c, v, k, d: {"OrderedDict": _encode_pairs(c, v, k, d)},
+    Counter: lambda c, v, k, d: {"Counter": _encode_pairs(c, v, k, d)},
+    defaultdict: _encode_defaultdict,
 }
 
 
@@ -260,6 +290,11 @@ def _decode_dict(codec: Codec, content: Any, key: str, depth: int) -> dict[Any, 
         part = encoded if isinstance(encoded, str) else i
         result[name] = codec.decode_at(value, _inside(key, part), depth + 1)
     return result
+
+
+def _decode_defaultdict(codec: Codec, content: Any, key: str, depth: int) -> defaultdict[Any, Any]:
+    factory, pairs = content
+    return defaultdict(FACTORIES[factory], _decode_dict(codec, pairs, key, depth))
 
 
 def _decode_float(data: Any) -> Any:
@@ -304,11 +339,15 @@ _DECODERS: dict[str, Callable[[Codec, Any, str, int], Any]] = {
     "complex": lambda c, v, k, d: complex(_decode_float(v[0]), _decode_float(v[1])),
     "bytes": lambda c, v, k, d: _bytes(v),
     "bytearray": lambda c, v, k, d: bytearray(_bytes(v)),
+    "BytesIO": lambda c, v, k, d: io.BytesIO(_bytes(v)),
     "list": _items,
     "tuple": lambda c, v, k, d: tuple(_items(c, v, k, d)),
     "set": lambda c, v, k, d: set(differing(_items(c, v, k, d))),
     "frozenset": lambda c, v, k, d: frozenset(differing(_items(c, v, k, d))),
     "dict": _decode_dict,
+    "OrderedDict": lambda c, v, k, d: OrderedDict(_decode_dict(c, v, k, d)),
+    "Counter": lambda c, v, k, d: Counter(_decode_dict(c, v, k, d)),
+    "defaultdict": _decode_defaultdict,
     "numpy": lambda c, v, k, d: _decode_numpy(v),
     "namedtuple": _decode_namedtuple,
     "enum": lambda c, v, k, d: c.decode_enum(v, k),

@@ -5,7 +5,7 @@ Unknown names do no harm: the objects that they would make stay opaque, and read
 
 import re
 import zlib
-from collections import OrderedDict, defaultdict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -196,6 +196,10 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
     return OrderedDict()
 
 
+def _counter(counts: Any) -> Counter[Any]:
+    return Counter(_is(dict, counts))
+
+
 def _set_of(kind: Any) -> Any:
     return lambda items=(): kind(_is((list, tuple), items))
 
@@ -251,6 +255,7 @@ def _table() -> dict[tuple[str, str], Any]:
         ("torch", "device"): _device,
         ("collections", "OrderedDict"): _ordered,
         ("collections", "defaultdict"): _default,
+        ("collections", "Counter"): _counter,
         ("_codecs", "encode"): _encoded,
         ("numpy", "dtype"): _numpy_dtype,
         ("numpy.core.multiarray", "scalar"): _scalar,
@@ -259,7 +264,7 @@ def _table() -> dict[tuple[str, str], Any]:
     for module in _BUILTINS:
         makers |= {(module, "complex"): lambda a, b: complex(_is(float, a), _is(float, b))}
         makers |= {(module, "bytes"): lambda: b"", (module, "bytearray"): _byte_array}
-        makers |= {(module, name): _opaque for name in ("dict", "list", "int", "float", "str")}
+        makers |= {(module, name): _opaque for name in ("dict", "list", "int", "float", "str", "tuple", "bool")}
     for name in STORAGES:
         makers |= {(module, name): _opaque for module in ("torch", "torch.storage")}
     table = {key: Maker(key[1], function) for key, function in makers.items()}

@@ -140,7 +140,7 @@ def _layout(store: Store, key: str, tensor: PlacedTensor) -> Layout:
 def _spelled(value: Any, key: str, rescue: Callable[[Path], bytes], path: Path) -> Any:
     """A value as the codec encodes it. A value that only pickle can make is encoded so that it needs the opt-in."""
     try:
-        return Codec().encode(_plain_dicts(value), key)
+        return Codec().encode(value, key)
     except InvalidState:
         return {"pickle": base64.b64encode(rescue(path)).decode()}
 
@@ -209,13 +209,6 @@ def _can_be_named(value: Any) -> bool:
     if type(value) is tuple:
         return all(map(_can_be_named, value))
     return value is None or type(value) in (str, int, float, bool, bytes, complex)
-
-
-def _plain_dicts(value: Any) -> Any:
-    """The value with plain dicts, the only dicts that the codec knows."""
-    if isinstance(value, dict):
-        return {name: _plain_dicts(item) for name, item in value.items()}
-    return type(value)(map(_plain_dicts, value)) if type(value) in (list, tuple) else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -181,7 +181,7 @@ def _refuse_clashes(kept: Mapping[str, Any]) -> None:
 def _simpler(node: Node) -> Node:
     """The node as a container that every program knows: a named tuple as a tuple, a default dict as a dict."""
     kind = node.kind.partition(":")[0]
-    known = {"namedtuple": "tuple", "defaultdict": "dict"}.get(kind)
+    known = {"namedtuple": "tuple", "defaultdict": "dict", "composite": "dict"}.get(kind)
     return Node(node.depth, node.name, known, node.key) if known else node
 
 

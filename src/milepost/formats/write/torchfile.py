@@ -2,7 +2,7 @@
 
 import io
 import pickle
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -114,8 +114,8 @@ def plain_value(value: Any) -> Any:
     if type(value) is list:
         return [plain_value(item) for item in value]
     if isinstance(value, dict):
-        kind = OrderedDict if isinstance(value, OrderedDict) else dict
-        return kind((plain_value(key), plain_value(item)) for key, item in value.items())
+        kind = next((known for known in (OrderedDict, Counter) if isinstance(value, known)), dict)
+        return kind({plain_value(key): plain_value(item) for key, item in value.items()})
     return value
 
 
