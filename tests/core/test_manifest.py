@@ -124,7 +124,8 @@ def test_a_sealed_manifest_is_plain_json_with_one_line_for_each_thing():
     text = seal(manifest).decode()
     record = json.loads(text)
     assert len(record.pop("checksum")) == 16
-    assert record == as_record(manifest)
+    nodes = [node[: 4 + (node[4] is not None)] for node in as_record(manifest)["tree"]]
+    assert record == {**as_record(manifest), "tree": nodes}, "nodes without versions take no room for them"
     for tensor in manifest.tensors:
         assert sum(f'"key":"{tensor.key}"' in line for line in text.splitlines()) == 1
 

@@ -13,6 +13,7 @@ import msgspec
 
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
+from milepost.core.versions import Versions, set_versions, versions_of
 
 Path = tuple[Hashable, ...]
 Leaf = Literal["tensor", "value", "per_rank"]
@@ -29,12 +30,16 @@ FACTORIES: dict[str, Callable[[], object] | None] = {
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One container or leaf. `name`: its encoded key in its parent; `kind`: of container or leaf; `key`: of a leaf."""
+    """One container or leaf. `name`: its encoded key in its parent; `kind`: of container or leaf; `key`: of a leaf.
+
+    `versions`: of the modules whose state dict this is, where it is one.
+    """
 
     depth: int
     name: Any
     kind: str
     key: str = ""
+    versions: Versions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,12 +85,12 @@ def flatten(state: Any, rules: Rules) -> Flat:
             nodes.append(Node(len(path), name, kind, key))
             leaves[key], paths[key], kinds[key] = value, path, kind
         else:
-            nodes.append(Node(len(path), name, kind))
+            nodes.append(Node(len(path), name, kind, "", value))
     return Flat(tuple(nodes), leaves, paths, kinds)  # type: ignore[arg-type]  # kinds holds only LEAVES
 
 
 _Found = tuple[Path, Any, str, Any]
-"""A path, its encoded name, its kind, and the object if it is a leaf."""
+"""A path, its encoded name, its kind, and a leaf's object or a container's versions of modules."""
 
 
 def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) -> None:
@@ -98,10 +103,17 @@ def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) 
     opened = rules.open(value, path)
     if opened is not None:
         value = opened
-    found.append((path, name, container_kind(value, path), None))
+    found.append((path, name, container_kind(value, path), _versions(value, path)))
     for key, child in children(value):
         inner = (*path, key)
         _walk(child, rules, inner, _spelled(value, key, inner, rules), found)
+
+
+def _versions(value: Any, path: Path) -> Versions | None:
+    try:
+        return versions_of(value)
+    except ValueError as error:
+        raise UnknownContainer(f"{show_path(path)!r} is a state dict in which {error}") from None
 
 
 def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
@@ -256,6 +268,7 @@ def build(branch: Branch, decode: Callable[[Any], Any], leaf: Callable[[Node, Pa
         "defaultdict": lambda: defaultdict(FACTORIES[detail]),
     }
     result = empty[kind]()
+    set_versions(result, branch.node.versions)
     for key, child in zip(_names(branch, decode), branch.children, strict=True):
         result[key] = None  # keeps the order, even if the rest fails
         result[key] = build(child, decode, leaf, (*path, key))
@@ -340,7 +353,17 @@ def _merge(branches: list[Branch], path: Path) -> Branch:
     for branch in branches:
         for child in branch.children:
             groups.setdefault(msgspec.json.encode(child.node.name), []).append(child)
-    return Branch(first.node, [_merge(group, (*path, group[0].node.name)) for group in groups.values()])
+    return Branch(
+        _with_all_versions(branches), [_merge(group, (*path, group[0].node.name)) for group in groups.values()]
+    )
+
+
+def _with_all_versions(branches: list[Branch]) -> Node:
+    """The first node, with the versions of the modules of all: pipeline stages hold different modules."""
+    node, known = branches[0].node, [b.node.versions for b in branches if b.node.versions]
+    if all(versions == node.versions for versions in known):
+        return node
+    return msgspec.structs.replace(node, versions={k: v for versions in reversed(known) for k, v in versions.items()})
 
 
 def _unroll(branch: Branch) -> Iterator[Node]:

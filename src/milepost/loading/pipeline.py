@@ -17,6 +17,7 @@ from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Path, restore
+from milepost.core.versions import set_versions
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
@@ -25,7 +26,9 @@ from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, check_world, keys_of
+from milepost.loading.meta import give_memory, warn_of_meta
 from milepost.loading.options import LoadOptions
+from milepost.loading.overlaps import Memory, check_doubles, memory_of
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
@@ -88,14 +91,19 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
             # Half: a rank whose message never comes must be back in time for the meeting that says why.
             exchange.run(comm.timeout_s / 2)
 
+    def apply() -> Any:
+        check_doubles(target.get().doubles, match.manifest, files, options.transfer)
+        return _apply(state, target.get(), values, strict=not (options.allow_missing or options.allow_unexpected))
+
     try:
         values = together(comm, call, _READING, read)
+        if share:
+            together(comm, call, _SENDING, send)
+        loaded = together(comm, call, _APPLYING, apply)
     finally:
         files.close()
-    if share:
-        together(comm, call, _SENDING, send)
-    loaded = together(comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}))
     meter.finish()
+    warn_of_meta(match.owners.modules)
     return loaded
 
 
@@ -170,6 +178,7 @@ def _another(store: Store, comm: Comm, what: str) -> CheckpointDamaged:
 
 
 @CollectionPaused()
+@torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -> Match:
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
@@ -268,9 +277,14 @@ def _private(
 
 
 @CollectionPaused()
-def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
-    """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects."""
+def _apply(state: Any, target: Target, values: Mapping[str, Any], *, strict: bool) -> Any:
+    """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects.
+
+    Modules on the meta device get their memory first, so that an optimizer finds its parameters where they stay.
+    """
+    match, owners = target.match, target.match.owners
     keys = {path: key for key, path in match.flat.paths.items()}
+    results, strangers = _with_memory(target, values)
 
     def replace(value: Any, path: Path) -> Any:
         key = keys.get(path)
@@ -278,8 +292,10 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
             return _merged(value, results.get(key, value))
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
-            _feed(value, state_dict, assign=_has_new_tensors(match, results, path))
+            assign = any(where[: len(path)] == path for where in strangers)
+            _feed(value, state_dict, assign=assign, strict=strict or path not in owners.upgraded)
             return value
+        set_versions(value, owners.versions.get(path))
         return NotImplemented
 
     def replace_inside(outer: Path) -> Any:
@@ -287,6 +303,26 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any]) -> Any:
         return lambda value, path: NotImplemented if path == outer else replace(value, path)
 
     return restore(state, replace)
+
+
+def _with_memory(target: Target, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+    """Give memory to what is on the meta device. Gives the new leaves by key, and the paths of those without an owner.
+
+    A tensor of a module's state dict that is none of its parameters and buffers has no owner: the module makes its
+    state dict in its own way.
+    """
+    match, owners = target.match, target.match.owners
+    parameters = {key: leaf for key, leaf in match.flat.leaves.items() if isinstance(leaf, torch.nn.Parameter)}
+    new: dict[Memory, torch.Tensor] = {}
+    where: dict[Memory, list[Path]] = {}
+    for key, made in target.made.items():
+        memory = memory_of(match.flat.leaves[key])
+        if memory is not None:
+            new[memory] = made
+            where.setdefault(memory, []).append(match.flat.paths[key])
+    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), new)
+    standing = {key: leaf for key, leaf in parameters.items() if key in target.made}
+    return {**target.made, **standing, **values}, [path for memory in where.keys() - used for path in where[memory]]
 
 
 def _merged(old: Any, new: Any) -> Any:
@@ -304,17 +340,12 @@ def _merged(old: Any, new: Any) -> Any:
     return old
 
 
-def _feed(owner: Any, state_dict: Any, *, assign: bool) -> None:
+def _feed(owner: Any, state_dict: Any, *, assign: bool, strict: bool) -> None:
     if isinstance(owner, torch.nn.Module):
-        owner.load_state_dict(state_dict, assign=assign)
+        owner.load_state_dict(state_dict, assign=assign, strict=strict)
+    elif isinstance(owner, torch.optim.Optimizer):
+        # What it makes of the state must be fit for training, also where the caller is in inference mode.
+        with torch.inference_mode(mode=False):
+            owner.load_state_dict(state_dict)
     else:
         owner.load_state_dict(state_dict)
-
-
-def _has_new_tensors(match: Match, results: Mapping[str, Any], path: Path) -> bool:
-    """Whether tensors below a path were on the meta device: a module must take over their new memory, not copy it."""
-    return any(
-        key in results and isinstance(match.flat.leaves[key], torch.Tensor)
-        for key, where in match.flat.paths.items()
-        if where[: len(path)] == path
-    )

@@ -229,6 +229,16 @@ def _local(value: DTensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
+def local_part(value: Any) -> torch.Tensor | None:
+    """What this rank holds of a tensor, if that is one dense tensor; else None."""
+    if isinstance(value, DTensor):
+        value = _local(value)
+    if not isinstance(value, torch.Tensor) or is_sharded_tensor(value):
+        return None
+    dense = not is_lazy(value) and value.layout is torch.strided and not value.is_nested and not _is_wrapper(value)
+    return value if dense else None
+
+
 def _plain(data: torch.Tensor, kind: TensorKind, key: str) -> LocalTensor:
     shape = tuple(data.shape)
     return LocalTensor(dtype_name(data.dtype, key), shape, kind, None, (Part(Box.whole(shape), data),))
