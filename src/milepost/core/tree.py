@@ -7,6 +7,7 @@ A leaf's key is its path joined by dots. Where two paths of one state would give
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -190,10 +191,15 @@ def _keys(paths: list[Path]) -> list[str]:
     return keys
 
 
-def nodes_of(paths: Mapping[str, tuple[str | int, ...]], kinds: Mapping[str, Leaf]) -> tuple[Node, ...]:
+def nodes_of(
+    paths: Mapping[str, tuple[str | int, ...]],
+    kinds: Mapping[str, Leaf],
+    versions: Mapping[Path, Versions] = MappingProxyType({}),
+) -> tuple[Node, ...]:
     """The tree whose leaves stand at these paths: a dict below names, a list below numbers that leave none out.
 
-    Where paths contradict each other, all leaves stand side by side under their keys.
+    `versions`: of the state dicts of modules, by path. Where paths contradict each other, all leaves stand side by side
+    under their keys.
     """
     root: dict[Any, Any] = {}
     for key, path in paths.items():
@@ -205,17 +211,20 @@ def nodes_of(paths: Mapping[str, tuple[str | int, ...]], kinds: Mapping[str, Lea
         if not path or not isinstance(inner, dict) or path[-1] in inner:
             return nodes_of({key: (key,) for key in paths}, kinds)
         inner[path[-1]] = key
-    return tuple(_unfold(root, None, 0, kinds, top=True))
+    return tuple(_unfold(root, (), None, kinds, versions))
 
 
-def _unfold(inner: Any, name: Any, depth: int, kinds: Mapping[str, Leaf], top: bool = False) -> Iterator[Node]:
+def _unfold(
+    inner: Any, path: Path, name: Any, kinds: Mapping[str, Leaf], versions: Mapping[Path, Versions]
+) -> Iterator[Node]:
     if not isinstance(inner, dict):
-        yield Node(depth, name, kinds[inner], inner)
+        yield Node(len(path), name, kinds[inner], inner)
         return
-    is_list = not top and set(inner) == set(range(len(inner)))
-    yield Node(depth, name, "list" if is_list else "dict")
+    is_list = bool(path) and set(inner) == set(range(len(inner)))
+    known = None if is_list else versions.get(path)
+    yield Node(len(path), name, "list" if is_list else "OrderedDict" if known else "dict", "", known)
     for step in sorted(inner) if is_list else inner:
-        yield from _unfold(inner[step], None if is_list else step, depth + 1, kinds)
+        yield from _unfold(inner[step], (*path, step), None if is_list else step, kinds, versions)
 
 
 class Branch(msgspec.Struct, gc=False):

@@ -7,6 +7,8 @@ from typing import Any
 ModuleVersion = int | float | str
 Versions = dict[str, ModuleVersion]
 """The version of each module that has one, by the prefix of its keys ("" for the outermost)."""
+_MAX_LETTERS = 100
+_MAX_NUMBER = 2**53
 _WRAPPERS = frozenset({"_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"})
 
 
@@ -24,10 +26,27 @@ def versions_of(state_dict: Any) -> Versions | None:
         version = entry.get("version") if isinstance(entry, Mapping) else None
         if version is None or not isinstance(prefix, str):
             continue
-        if type(version) not in (int, float, str):
-            raise ValueError(f"the module {prefix!r} has the version {version!r}, neither a number nor text")
+        if not _is_version(version):
+            shown = repr(version)[:80]
+            raise ValueError(f"the module {prefix!r} has the version {shown}, neither a short text nor a number")
         found[without_wrappers(prefix)] = version
     return found or None
+
+
+def plain_versions(metadata: Any) -> Versions:
+    """The versions in what a file calls `_metadata`. What is not as torch writes it is left out."""
+    entries = metadata.items() if isinstance(metadata, dict) else ()
+    return {
+        prefix: entry["version"]
+        for prefix, entry in entries
+        if type(prefix) is str and isinstance(entry, dict) and _is_version(entry.get("version"))
+    }
+
+
+def _is_version(value: Any) -> bool:
+    if type(value) is str:
+        return len(value) <= _MAX_LETTERS and value.isascii()
+    return type(value) in (int, float) and -_MAX_NUMBER < value < _MAX_NUMBER
 
 
 def without_wrappers(prefix: str) -> str:

@@ -62,7 +62,7 @@ class Matcher:
         self._tied: dict[str, str] = {}
         self._modules: dict[Path, torch.nn.Module] = {}
         self._optimizers: dict[Path, torch.optim.Optimizer] = {}
-        self._upgraded: set[Path] = set()
+        self._upgraded: dict[Path, tuple[Any, ...]] = {}
         self._not_saved: set[Path] = set()
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
@@ -98,7 +98,7 @@ class Matcher:
             tuple(self._without_memory),
             self._found,
             self._tied,
-            Owners(self._modules, self._optimizers, self._versions(), frozenset(self._upgraded)),
+            Owners(self._modules, self._optimizers, self._versions(), self._upgraded),
         )
 
     @cached_property
@@ -119,7 +119,7 @@ class Matcher:
         branch = _find(self._root, path, self._codec)
         if isinstance(value, torch.nn.Module):
             self._modules[path] = value
-            return self._open_module(value.state_dict(), branch, path)
+            return self._open_module(value, branch, path)
         if isinstance(value, torch.optim.Optimizer):
             self._optimizers[path] = value
         if branch is None or branch.node.kind in LEAVES:
@@ -164,17 +164,18 @@ class Matcher:
         private = any(node.kind == "per_rank" for node in leaves)
         return private or self._manifest.format != FORMAT or any(not tensor.is_bytes for tensor in tensors)
 
-    def _open_module(self, current: Any, branch: Branch | None, path: Path) -> Any:
+    def _open_module(self, module: torch.nn.Module, branch: Branch | None, path: Path) -> Any:
         """A module's state dict, with the saved versions in it.
 
-        Modules of another version may have had other keys. Below their prefixes the dict holds what was saved, for
-        `_load_from_state_dict` of the module to upgrade.
+        Modules of another version may have had other keys. Below the prefixes of those that can upgrade old states the
+        dict holds what was saved.
         """
+        current: Any = module.state_dict()
         saved = branch.node.versions if branch is not None else None
-        changed = changed_prefixes(saved, current) if saved else []
-        if branch is None or not saved or not changed:
+        if branch is None or not saved or not changed_prefixes(saved, current):
             return current
-        self._upgraded.add(path)
+        owners = dict(module.named_modules(remove_duplicate=False))
+        changed = [p for p in changed_prefixes(saved, current) if p in owners and _upgrades(owners[p])]
         old = {str(child.node.name): child.node for child in branch.children if child.node.kind in LEAVES}
 
         def is_old(key: str) -> bool:
@@ -187,6 +188,8 @@ class Matcher:
             if not is_old(name) or (is_tensor(existing) and tensor and tuple(existing.shape) == tensor.shape):
                 continue
             result[name] = self._tensor_target(None, existing, tensor, (name,)) if tensor else _Placeholder()
+        left = [value for key, value in current.items() if key not in result and is_tensor(value) and value.is_meta]
+        self._upgraded[path] = tuple(left)
         metadata = {p: {**entry, "version": saved.get(without_wrappers(p))} for p, entry in current._metadata.items()}  # noqa: SLF001
         result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
         return result
@@ -364,6 +367,12 @@ def _leaves(branch: Branch) -> Iterator[Node]:
         yield branch.node
     for child in branch.children:
         yield from _leaves(child)
+
+
+def _upgrades(module: torch.nn.Module) -> bool:
+    """Whether a module has code that can change a state dict before it is loaded."""
+    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
+    return own or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
 
 
 def _is_iterable(value: Any) -> bool:

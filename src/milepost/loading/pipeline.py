@@ -284,7 +284,7 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], *, strict: boo
     """
     match, owners = target.match, target.match.owners
     keys = {path: key for key, path in match.flat.paths.items()}
-    results, strangers = _with_memory(target, values)
+    results, strangers = _with_memory(target, values, target.blank if strict else {})
 
     def replace(value: Any, path: Path) -> Any:
         key = keys.get(path)
@@ -305,7 +305,9 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], *, strict: boo
     return restore(state, replace)
 
 
-def _with_memory(target: Target, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
+def _with_memory(
+    target: Target, values: Mapping[str, Any], blank: Mapping[Memory, torch.Tensor]
+) -> tuple[dict[str, Any], list[Path]]:
     """Give memory to what is on the meta device. Gives the new leaves by key, and the paths of those without an owner.
 
     A tensor of a module's state dict that is none of its parameters and buffers has no owner: the module makes its
@@ -320,7 +322,7 @@ def _with_memory(target: Target, values: Mapping[str, Any]) -> tuple[dict[str, A
         if memory is not None:
             new[memory] = made
             where.setdefault(memory, []).append(match.flat.paths[key])
-    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), new)
+    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), {**blank, **new})
     standing = {key: leaf for key, leaf in parameters.items() if key in target.made}
     return {**target.made, **standing, **values}, [path for memory in where.keys() - used for path in where[memory]]
 

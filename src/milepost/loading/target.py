@@ -11,10 +11,10 @@ import torch
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.tree import Flat, Path
+from milepost.core.tree import Flat, Path, show_path
 from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
-from milepost.loading.overlaps import Double, find_doubles
+from milepost.loading.overlaps import Double, Memory, find_doubles, memory_of
 from milepost.loading.private import as_saved
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
@@ -25,13 +25,14 @@ from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_
 class Owners:
     """The objects of a state that hold tensors themselves, and the versions of saved state dicts, by path.
 
-    `upgraded`: the modules that get old keys, which their own code has to turn into new ones.
+    `upgraded`: the modules that get old keys, which their own code has to turn into new ones; for each, the tensors on
+    the meta device that only this code can fill.
     """
 
     modules: Mapping[Path, torch.nn.Module]
     optimizers: Mapping[Path, torch.optim.Optimizer]
     versions: Mapping[Path, Versions]
-    upgraded: frozenset[Path]
+    upgraded: Mapping[Path, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +61,15 @@ class Match:
 class Target:
     """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads.
 
-    `doubles`: what shares memory with something else, and is compared with it after the reads.
+    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory for
+    tensors on the meta device that a module's own code fills.
     """
 
     match: Match
     placements: tuple[Placement, ...]
     made: Mapping[str, Any]
     doubles: tuple[Double, ...]
+    blank: Mapping[Memory, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,13 @@ def allocate(match: Match, describer: Describer, device: torch.device | str | No
         found[key] = saved, local
         if not first:
             placements.extend(placements_for(match.manifest, saved, local, describer))
-    return Target(match, tuple(placements), made, tuple(find_doubles(found, match.tied)))
+    blank = {}
+    for path, left in match.owners.upgraded.items():
+        for leaf in left:
+            memory = memory_of(leaf)
+            if memory is not None:
+                blank[memory] = materialise(leaf, dtype_name(leaf.dtype, show_path(path)), tuple(leaf.shape), device)
+    return Target(match, tuple(placements), made, tuple(find_doubles(found, match.tied)), blank)
 
 
 def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:

@@ -198,7 +198,7 @@ def _resolved(planner: SavePlanner, item: WriteItem) -> "EntryToWrite | ValueIO 
 def bytes_tensor(data: io.BytesIO) -> torch.Tensor:
     """The bytes as a tensor, in memory of their own."""
     raw = bytearray(data.getvalue())
-    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(raw, dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8, device="cpu")
 
 
 def _late_entry(planner: SavePlanner, item: WriteItem) -> EntryToWrite | None:

@@ -378,7 +378,11 @@ def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
     """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not enough."""
     try:
         # By way of bytes: asking for complex32 directly makes torch warn.
-        return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
+        return (
+            torch.empty(size_bytes(dtype, shape), dtype=torch.uint8, device="cpu")
+            .view(torch_dtype(dtype))
+            .reshape(shape)
+        )
     except (RuntimeError, MemoryError) as error:
         raise UnsafeCheckpoint(
             f"a tensor of {dtype} {shape} takes {size_bytes(dtype, shape):,} bytes, which cannot be had: {error}"

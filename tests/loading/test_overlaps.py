@@ -1,0 +1,89 @@
+"""Targets that share memory: tied weights and views hold one value, or the load fails and names the keys."""
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import milepost
+from tests.ranks import spawn
+
+
+def tied(device=None):
+    model = nn.ModuleDict({"embed": nn.Embedding(5, 3, device=device), "head": nn.Linear(3, 5, False, device=device)})
+    model["head"].weight = model["embed"].weight
+    return model
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("differ", [False, True])
+def test_two_saved_values_for_one_tied_weight_are_refused(tmp_path, device, differ):
+    weight = torch.randn(5, 3)
+    other = weight.clone()
+    other[4, 2] += differ
+    milepost.save({"m": {"embed.weight": weight, "head.weight": other}}, tmp_path)
+    model = tied(device)
+    if differ:
+        with pytest.raises(milepost.InvalidState, match=r"'m\.head\.weight' and 'm\.embed\.weight'\nThe state now"):
+            milepost.load({"m": model}, tmp_path)
+        untied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)})
+        milepost.load({"m": untied}, tmp_path)
+        assert torch.equal(untied["head"].weight, other)
+    else:
+        milepost.load({"m": model}, tmp_path)
+        assert model["head"].weight is model["embed"].weight
+        assert torch.equal(model["head"].weight, weight)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_hugging_face_folder_without_the_tied_key_loads(tmp_path, device):
+    weight = torch.randn(5, 3)
+    save_file({"embed.weight": weight}, tmp_path / "model.safetensors")
+    model = tied(device)
+    assert milepost.explain(model, tmp_path).fits()
+    milepost.load(model, tmp_path)
+    assert model["head"].weight is model["embed"].weight
+    assert torch.equal(model["head"].weight, weight)
+    untied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)})
+    with pytest.raises(milepost.StateMismatch, match=r"'head\.weight'"):
+        milepost.load(untied, tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["views", "arrays"])
+@pytest.mark.parametrize("at", [0, 999])
+def test_views_of_one_tensor_get_values_that_fit_or_an_error(tmp_path, kind, at):
+    flat = torch.arange(1000.0)
+    milepost.save({"flat": flat, "end": flat[900:], "start": flat[:900:2]}, tmp_path / "same")
+    changed = flat.clone()
+    changed[at] = -1
+    milepost.save({"flat": changed, "end": flat[900:], "start": flat[:900:2]}, tmp_path / "other")
+    target = torch.zeros(1000)
+    state = {"flat": target, "end": target[900:], "start": target[:900:2]}
+    if kind == "arrays":
+        state = {"flat": target, "end": torch.from_numpy(target.numpy()[900:]), "start": target[:900:2]}
+        assert np.shares_memory(target.numpy(), state["end"].numpy())
+    milepost.load(state, tmp_path / "same")
+    assert torch.equal(target, flat)
+    with pytest.raises(milepost.InvalidState, match="saved with different values, and share memory"):
+        milepost.load(state, tmp_path / "other")
+
+
+def load_tied(rank, path):
+    same, other = torch.ones(2**21), torch.ones(2**21)
+    other[-1] = 2
+    milepost.save({"a": same, "b": other}, path + "/other")
+    milepost.save({"a": same, "b": same}, path + "/same")
+    target = torch.zeros(2**21)
+    milepost.load({"a": target, "b": target}, path + "/same", share_reads=True)
+    assert torch.equal(target, same)
+    try:
+        milepost.load({"a": target, "b": target}, path + "/other", share_reads=True)
+    except milepost.CheckpointError as error:
+        return rank, "'b' and 'a'" in str(error)
+    return rank, False
+
+
+@pytest.mark.slow
+def test_ranks_that_share_reads_compare_tied_targets(tmp_path):
+    assert spawn(2, load_tied, str(tmp_path)) == [(0, True), (1, True)]
