@@ -16,7 +16,7 @@ from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import LEAVES, Node, Path, build, grow
 from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher
-from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, UnsafeCheckpoint
 from milepost.state.values import Codec
 from milepost.store import Location, Store, store_at
 
@@ -225,6 +225,8 @@ class Checkpoint(Mapping[str, Any]):
 
         try:
             return build(grow(self._manifest.tree), lambda name: self._decode(name, "a key"), leaf)
+        except InvalidRequest:
+            raise
         except ValueError as error:
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 

@@ -34,7 +34,7 @@ from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
 from milepost.state.take_apart import PerRank, is_stateful
-from milepost.state.tensors import Describer
+from milepost.state.tensors import Describer, refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.store import Store
 
@@ -180,6 +180,7 @@ def _another(store: Store, comm: Comm, what: str) -> CheckpointDamaged:
 @CollectionPaused()
 @torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -> Match:
+    refuse_fake_mode()
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
 

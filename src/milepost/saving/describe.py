@@ -17,7 +17,7 @@ from milepost.data.collection_pause import CollectionPaused
 from milepost.data.write import EntryToWrite
 from milepost.errors import InvalidState
 from milepost.state.take_apart import PerRank, take_apart
-from milepost.state.tensors import Describer, LocalTensor, check_data
+from milepost.state.tensors import Describer, LocalTensor, check_data, refuse_fake_mode
 from milepost.state.values import Codec
 
 
@@ -46,6 +46,7 @@ def describe(
     state: Any, comm: Comm, codec: Codec, metadata: Mapping[str, Any], reduce_partial: bool = False
 ) -> Described:
     """What this rank holds. Raises InvalidState, listing all problems at once."""
+    refuse_fake_mode()
     flat, _ = take_apart(state, codec)
     describer = Describer(comm, reduce_partial)
     tensors: dict[str, LocalTensor] = {}

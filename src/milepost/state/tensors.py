@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -374,8 +375,18 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def refuse_fake_mode() -> None:
+    """Raise InvalidRequest where new tensors would be fake: they would hold nothing of what is read into them."""
+    if detect_fake_mode() is not None:
+        raise InvalidRequest(
+            "a FakeTensorMode is active, under which tensors have no data. Leave the mode to save, load or read."
+        )
+
+
+@torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
     """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not enough."""
+    refuse_fake_mode()
     try:
         # By way of bytes: asking for complex32 directly makes torch warn.
         return (

@@ -21,6 +21,7 @@ from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together
 from milepost.formats.write.milepost import SourceContents, write_milepost
 from milepost.formats.write.torchfile import torch_plan
+from milepost.state.tensors import refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.store import LocalStore, Location, Store, store_at
 
@@ -81,6 +82,7 @@ def convert(
     comm, store = ranks_of(process_group, timeout_s), store_at(target)
 
     def check() -> Transfer:
+        refuse_fake_mode()
         if to not in get_args(Format):
             raise InvalidRequest(f"`to` is one of {', '.join(get_args(Format))}, not {to!r}")
         if max_shard_bytes < 1:
