@@ -124,3 +124,28 @@ def test_object_with_tensors_is_filled_where_they_are(tmp_path):
     milepost.load({"app": new}, tmp_path)
     assert torch.equal(new.model.weight, old.model.weight)
     assert new.given["model"]["weight"].data_ptr() == new.model.weight.data_ptr()
+
+
+class Refusing(AppState):
+    """An object that does not take its state back."""
+
+    def load_state_dict(self, state):
+        raise ValueError("not this one")
+
+
+def test_error_half_way_says_that_the_state_is_partly_filled(tmp_path):
+    state = {"w": torch.ones(3), "app": Refusing()}
+    milepost.save(state, tmp_path)
+    with pytest.raises(ValueError, match="not this one") as refused:
+        milepost.load(state, tmp_path)
+    [file] = tmp_path.rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(milepost.CheckpointDamaged) as damaged:
+        milepost.load(state, tmp_path)
+    for error in (refused, damaged):
+        assert "the state may be partly filled" in error.value.__notes__[-1]
+    with pytest.raises(milepost.StateMismatch) as untouched:
+        milepost.load({"other": 1}, tmp_path)
+    assert not hasattr(untouched.value, "__notes__")

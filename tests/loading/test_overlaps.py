@@ -25,7 +25,7 @@ def test_two_saved_values_for_one_tied_weight_are_refused(tmp_path, device, diff
     milepost.save({"m": {"embed.weight": weight, "head.weight": other}}, tmp_path)
     model = tied(device)
     if differ:
-        with pytest.raises(milepost.InvalidState, match=r"'m\.head\.weight' and 'm\.embed\.weight'\nThe state now"):
+        with pytest.raises(milepost.InvalidState, match=r"'m\.head\.weight' and 'm\.embed\.weight'\nUntie"):
             milepost.load({"m": model}, tmp_path)
         untied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)})
         milepost.load({"m": untied}, tmp_path)
@@ -67,6 +67,17 @@ def test_views_of_one_tensor_get_values_that_fit_or_an_error(tmp_path, kind, at)
     assert torch.equal(target, flat)
     with pytest.raises(milepost.InvalidState, match="saved with different values, and share memory"):
         milepost.load(state, tmp_path / "other")
+
+
+def test_conjugate_view_is_not_its_tensor(tmp_path):
+    numbers = torch.tensor([1 + 2j, 3 - 1j])
+    milepost.save({"a": numbers}, tmp_path / "one")
+    milepost.save({"a": numbers, "b": numbers.conj()}, tmp_path / "both")
+    target = torch.zeros(2, dtype=torch.complex64)
+    with pytest.raises(milepost.StateMismatch, match="'b'"):
+        milepost.load({"a": target, "b": target.conj()}, tmp_path / "one")
+    milepost.load({"a": target, "b": target.conj()}, tmp_path / "both")
+    assert torch.equal(target, numbers)
 
 
 def load_tied(rank, path):

@@ -41,7 +41,7 @@ def memory_of(value: Any) -> Memory | None:
         return None
     # The storage by identity: on the meta device none has an address.
     storage = data.untyped_storage()._cdata  # noqa: SLF001
-    return storage, data.storage_offset(), tuple(data.shape), data.stride(), data.dtype
+    return storage, data.storage_offset(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg()
 
 
 def find_doubles(found: Mapping[str, tuple[Tensor, LocalTensor]], tied: Mapping[str, str]) -> Iterator[Double]:
@@ -93,7 +93,7 @@ def check_doubles(doubles: Iterable[Double], manifest: Manifest, files: Files, t
         listed = "\n  ".join(differing[:_SHOWN])
         raise InvalidState(
             f"these keys were saved with different values, and share memory in the state:\n  {listed}{more}\n"
-            "The state now holds a part of each. Untie them (give each a tensor of its own), or leave one of them out "
+            "Untie them (give each a tensor of its own), or leave one of them out "
             "of the state and pass allow_unexpected=True; then load again."
         )
 

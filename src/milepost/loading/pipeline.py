@@ -40,6 +40,7 @@ from milepost.store import Store
 
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
+_PARTLY_FILLED = "The load had begun to write: the state may be partly filled. Load again before you use it."
 _log = logging.getLogger("milepost")
 
 
@@ -100,6 +101,9 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
         if share:
             together(comm, call, _SENDING, send)
         loaded = together(comm, call, _APPLYING, apply)
+    except BaseException as error:
+        error.add_note(_PARTLY_FILLED)
+        raise
     finally:
         files.close()
     meter.finish()
