@@ -236,6 +236,9 @@ def test_a_manifest_that_lacks_a_field_is_refused(field):
 
 
 HOSTILE = {
+    "the same as nothing": ("tensors", 0, {"same_as": "nothing"}),
+    "the same as itself": ("tensors", 0, {"same_as": "w"}),
+    "the same as another shape": ("tensors", 0, {"same_as": "x"}),
     "a layout that does not exist": ("tensors", 0, {"layout": 3}),
     "a negative layout": ("tensors", 0, {"layout": -1}),
     "a layout that cannot cut the shape": ("tensors", 0, {"shape": []}),

@@ -5,6 +5,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
 import milepost
 from tests.ranks import spawn
@@ -98,3 +100,51 @@ def load_tied(rank, path):
 @pytest.mark.slow
 def test_ranks_that_share_reads_compare_tied_targets(tmp_path):
     assert spawn(2, load_tied, str(tmp_path)) == [(0, True), (1, True)]
+
+
+def test_tied_weights_are_stored_once(tmp_path):
+    model = tied()
+    receipt = milepost.save({"m": model, "again": model["embed"].weight, "view": model["embed"].weight.t()}, tmp_path)
+    assert receipt.data_bytes == 2 * 5 * 3 * 4, "the view has another shape"
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint.verify().ok
+        for key in ("m.embed.weight", "m.head.weight", "again"):
+            assert torch.equal(checkpoint[key].read(), model["embed"].weight)
+    untied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)})
+    state = {"m": untied, "again": torch.zeros(5, 3), "view": torch.zeros(3, 5)}
+    milepost.load(state, tmp_path)
+    assert torch.equal(untied["head"].weight, model["head"].weight)
+    assert torch.equal(state["again"].t(), state["view"])
+    for to in ("milepost", "torch", "dcp", "safetensors"):
+        milepost.convert(tmp_path, tmp_path.with_name(to), to=to)
+        assert torch.equal(milepost.open(tmp_path.with_name(to))["m.head.weight"].read(), model["head"].weight)
+
+
+def save_tied(rank, path):
+    """Weights that are tied on every rank, on one rank only, and cut over the ranks."""
+    mesh = init_device_mesh("cpu", (2,))
+    cut = DTensor.from_local(torch.arange(8.0).view(4, 2) + 8 * rank, mesh, [Shard(0)])
+    plain, other = torch.ones(3), torch.ones(3)
+    state = {"a": cut, "b": cut, "c": plain, "d": plain if rank == 0 else other}
+    if rank == 0:
+        state["e"] = plain
+    receipt = milepost.save(state, path, plans=PLANS)
+    if rank == 0:
+        plain += 1
+    else:
+        plain += 1
+        other += 1
+    again = milepost.save({k: v * 1 for k, v in state.items()}, path + "/untied", plans=PLANS)
+    read = milepost.open(path)
+    same = torch.equal(read["b"].read(), torch.arange(16.0).view(8, 2))
+    return receipt.data_bytes, again.data_bytes, same, [read[k].read().tolist() for k in "cde"]
+
+
+PLANS = milepost.Plans()
+
+
+@pytest.mark.slow
+def test_weights_tied_on_some_ranks_are_stored_whole(tmp_path):
+    cut, plain = 16 * 4, 3 * 4
+    expected = (cut + 3 * plain, 2 * cut + 3 * plain, True, [[1.0] * 3] * 3)
+    assert spawn(2, save_tied, str(tmp_path)) == [expected] * 2

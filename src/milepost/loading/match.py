@@ -23,14 +23,15 @@ from milepost.core.tree import LEAVES, Branch, Flat, Node, Path, build, exact_pa
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
-from milepost.loading.overlaps import Memory, memory_of
 from milepost.loading.report import RankMatch, bits_of
 from milepost.loading.target import Match, Owners, has_no_memory, placements_for
 from milepost.state.take_apart import PerRank, take_apart
 from milepost.state.tensors import (
     Describer,
     LocalTensor,
+    Memory,
     is_tensor,
+    memory_of,
     new_tensor,
     torch_dtype,
     why_not_filled,

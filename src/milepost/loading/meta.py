@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from milepost.core.tree import Path, show_path
-from milepost.loading.overlaps import Memory, memory_of
+from milepost.state.tensors import Memory, memory_of
 
 _SHOWN = 20
 

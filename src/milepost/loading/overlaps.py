@@ -17,10 +17,8 @@ from milepost.data.place import place_all, placement_of
 from milepost.data.read import Files
 from milepost.data.transfer import Transfer
 from milepost.errors import InvalidState
-from milepost.state.tensors import LocalTensor, Part, local_part
+from milepost.state.tensors import LocalTensor, Part
 
-Memory = tuple[Any, ...]
-"""What two tensors have in common exactly when they are one tensor under two names. Also on the meta device."""
 _AT_ONCE_BYTES = 4 * MIB
 _SHOWN = 20
 
@@ -34,23 +32,13 @@ class Double(NamedTuple):
     local: LocalTensor
 
 
-def memory_of(value: Any) -> Memory | None:
-    """The memory of this rank's part of a tensor; None for other objects, and for tensors made of several."""
-    data = local_part(value)
-    if data is None:
-        return None
-    # The storage by identity: on the meta device none has an address.
-    storage = data.untyped_storage()._cdata  # noqa: SLF001
-    return storage, data.storage_offset(), tuple(data.shape), data.stride(), data.dtype, data.is_conj(), data.is_neg()
-
-
 def find_doubles(found: Mapping[str, tuple[Tensor, LocalTensor]], tied: Mapping[str, str]) -> Iterator[Double]:
     """What must be compared once everything is read. `tied`: keys of tensors that are another one, and its key."""
     spans: list[tuple[Any, int, int, str]] = []
     for key, (saved, local) in found.items():
         if key in tied:
             other = tied[key]
-            if other in found and found[other][0].key != saved.key:
+            if other in found and found[other][0].stored_key != saved.stored_key:
                 yield Double(key, other, saved, local)
             continue
         spans.extend((str(p.data.device), *_span(p.data), key) for p in local.parts if p.data.numel())

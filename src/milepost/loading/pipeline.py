@@ -28,13 +28,13 @@ from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, check_world, keys_of
 from milepost.loading.meta import give_memory, warn_of_meta
 from milepost.loading.options import LoadOptions
-from milepost.loading.overlaps import Memory, check_doubles, memory_of
+from milepost.loading.overlaps import check_doubles
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Exchange, agree_to_share
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
 from milepost.state.take_apart import PerRank, is_stateful
-from milepost.state.tensors import Describer, refuse_fake_mode
+from milepost.state.tensors import Describer, Memory, memory_of, refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.store import Store
 

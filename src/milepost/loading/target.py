@@ -14,11 +14,21 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.tree import Flat, Path, show_path
 from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
-from milepost.loading.overlaps import Double, Memory, find_doubles, memory_of
+from milepost.loading.overlaps import Double, find_doubles
 from milepost.loading.private import as_saved
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
-from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_tensor
+from milepost.state.tensors import (
+    Describer,
+    LocalTensor,
+    Memory,
+    Part,
+    Sharers,
+    dtype_name,
+    materialise,
+    memory_of,
+    new_tensor,
+)
 
 
 @dataclass(frozen=True, slots=True)
