@@ -117,6 +117,9 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert torch.equal(state["again"].t(), state["view"])
     for to in ("milepost", "torch", "dcp", "safetensors"):
         milepost.convert(tmp_path, tmp_path.with_name(to), to=to)
+        if to == "milepost":
+            copy = milepost.open(tmp_path.with_name(to)).manifest
+            assert sum(file.size_bytes - file.header_bytes for file in copy.files) == receipt.data_bytes
         assert torch.equal(milepost.open(tmp_path.with_name(to))["m.head.weight"].read(), model["head"].weight)
 
 

@@ -66,7 +66,11 @@ class Chosen:
                 old = self.names[node.key]
                 spelled = known[old] if old in known else self._codec.encode(self.checkpoint[old], old)
                 values.append(Value(node.key, spelled))
-        rows = [TensorRow(key, saved.dtype, saved.shape, saved.kind, None) for key, saved in self.tensors]
+        now = {saved.key: key for key, saved in self.tensors}
+        rows = [
+            TensorRow(key, saved.dtype, saved.shape, saved.kind, None, now.get(saved.same_as, ""))
+            for key, saved in self.tensors
+        ]
         metadata = self._codec.encode(self.checkpoint.metadata, "metadata")
         return SourceContents(tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata)
 
