@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import milepost
 
@@ -169,6 +170,19 @@ def test_functions_fit_a_screen_and_files_can_be_read_in_one_sitting():
             if isinstance(node, ast.FunctionDef):
                 length = (node.end_lineno or 0) - node.body[0].lineno
                 assert length <= 60, f"{path}: {node.name} has {length} lines"
+
+
+def test_new_tensors_say_their_device_and_dtype():
+    """A caller may have set another default: `torch.set_default_device`, `torch.set_default_dtype`."""
+    makers = {maker.__name__ for maker in _device_constructors()} | {"Tensor", "FloatTensor", "UntypedStorage"}
+    for name, tree in modules():
+        for node in ast.walk(tree):
+            function = node.func if isinstance(node, ast.Call) else None
+            if isinstance(function, ast.Attribute) and getattr(function.value, "id", "") == "torch":
+                said = {keyword.arg for keyword in node.keywords}
+                assert function.attr not in makers or {"device", "dtype"} <= said, f"{name}:{node.lineno}"
+        taken = {n for module, names, _ in imports(tree) if module == "torch" for n in names}
+        assert not taken & makers, f"{name} takes {taken & makers} from torch, which hides its calls"
 
 
 def test_class_names_are_unique():

@@ -154,3 +154,22 @@ def test_a_budget_bounds_the_copy_of_a_gpu_state(tmp_path, stage):
         assert saver._engine.stager.arena.capacity <= 40 << 20
     found = milepost.open(tmp_path)
     assert all(torch.equal(found[key].read(), value) for key, value in expected.items())
+
+
+def test_default_device_of_the_caller_changes_nothing(tmp_path):
+    old = {"here": torch.randn(3000), "there": torch.randn(40, 30, device="cuda").t(), "own": milepost.PerRank([1])}
+    torch.set_default_device("cuda")
+    try:
+        milepost.save(old, tmp_path / "now")
+        milepost.async_save(old, tmp_path / "later").result()
+        read = [milepost.open(tmp_path / place).state() for place in ("now", "later")]
+        model = nn.Linear(3, 3, device="meta")
+        milepost.save({"m": nn.Linear(3, 3)}, tmp_path / "m")
+        milepost.load({"m": model}, tmp_path / "m")
+    finally:
+        torch.set_default_device(None)
+    for state in read:
+        assert (state["here"].device.type, state["there"].device.type) == ("cpu", "cpu")
+        assert torch.equal(state["here"], old["here"])
+        assert torch.equal(state["there"], old["there"].cpu())
+    assert model.weight.device.type == "cpu", "memory is where `device` says, by default on the CPU"

@@ -50,12 +50,14 @@ def share_out(
 ) -> tuple[tuple[Tensor, ...], tuple[Layout, ...]]:
     """The manifest's tensors, each with a number of parts and a turn, so that all ranks write about equally much.
 
-    With `share_replicas=False` one replica writes all of a tensor: see `keep_one`. Takes time in proportion to the
-    tensors, and looks at the ranks only once for each layout.
+    A tensor that is the same as another and cut alike is not written: it gets the parts and turn of the other. With
+    `share_replicas=False` one replica writes all of a tensor: see `keep_one`. Takes time in proportion to the tensors,
+    and looks at the ranks only once for each layout.
     """
     order = list(rows)
+    tied = {r.key: r.same_as for r in order if r.same_as and layouts.get(r.same_as) == layouts[r.key]}
     if share_replicas:
-        turns = _take_turns(order, layouts, world)
+        turns = _take_turns([row for row in order if row.key not in tied], layouts, world)
     else:
         kept = {layout: keep_one(layout) for layout in dict.fromkeys(layouts[row.key] for row in order)}
         turns = {row.key: (1, kept[layouts[row.key]][1]) for row in order}
@@ -63,8 +65,12 @@ def share_out(
     index: dict[Layout, int] = {}
     for row in order:
         index.setdefault(layouts[row.key], len(index))
-    tensors = tuple(Tensor(r.key, r.dtype, r.shape, index[layouts[r.key]], *turns[r.key], kind=r.kind) for r in order)
-    return tensors, tuple(index)
+    tensors = []
+    for row in order:
+        parts, turn = turns[tied.get(row.key, row.key)]
+        same_as, layout = tied.get(row.key, ""), index[layouts[row.key]]
+        tensors.append(Tensor(row.key, row.dtype, row.shape, layout, parts, turn, row.kind, same_as=same_as))
+    return tuple(tensors), tuple(index)
 
 
 def keep_one(layout: Layout) -> tuple[Layout, int]:
@@ -153,6 +159,8 @@ def _take_turn_boxes(layout: Boxes, item_bytes: int, load: npt.NDArray[np.int64]
 
 def written_by(tensor: Tensor, layout: Layout, rank: int) -> Iterator[PlannedWrite]:
     """The entries of this tensor that `rank` writes."""
+    if tensor.same_as:
+        return
     for held in layout.held_by(tensor.shape, rank):
         place = positions(held.ranks)
         if tensor.parts == 1:
@@ -184,12 +192,12 @@ def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[PlannedRe
     if tensor.parts == 1 and isinstance(layout, Whole) and region.shape == tensor.shape:
         # The usual case for a checkpoint that one process saved.
         holders = unpack_ranks(layout.ranks)
-        name = entry_name(tensor.key, region, tensor.shape)
+        name = entry_name(tensor.stored_key, region, tensor.shape)
         return [PlannedRead(tensor.key, holders[tensor.turn % len(holders)], name, region, region)] * (
             0 not in region.shape
         )
     return [
-        PlannedRead(tensor.key, writer, entry_name(tensor.key, part, tensor.shape), part, wanted)
+        PlannedRead(tensor.key, writer, entry_name(tensor.stored_key, part, tensor.shape), part, wanted)
         for held in layout.overlapping(tensor.shape, region)
         for part, writer in parts_of(tensor, held.box, held.holders)
         if (wanted := part.intersect(region)) is not None

@@ -39,7 +39,8 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     """One tensor: `layout` is an index into the manifest's layouts.
 
     Each box is split into `parts` and part j is written by the (turn + j)-th of the ranks that hold the box.
-    `transforms` are the stream transforms that were applied to the bytes of each box, in order.
+    `transforms` are the stream transforms that were applied to the bytes of each box, in order. `same_as`: the key of a
+    tensor that is the same one, and that the bytes are stored under (tied weights); the rest of both is equal.
     """
 
     key: str
@@ -50,6 +51,12 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     turn: int = 0
     kind: TensorKind = "tensor"
     transforms: tuple[str, ...] = ()
+    same_as: str = ""
+
+    @property
+    def stored_key(self) -> str:
+        """The key that its bytes are stored under."""
+        return self.same_as or self.key
 
     @property
     def is_bytes(self) -> bool:
@@ -158,7 +165,10 @@ def seal(manifest: Manifest) -> bytes:
         if isinstance(field, tuple):
             # A row on a line: JSON has no raw newline inside a row.
             # As a list: msgspec (0.22) does not free the iterator that it makes for anything else.
-            rows = _ENCODER.encode_lines(list(field)).rstrip(b"\n").replace(b"\n", b",\n  ").decode()
+            text = _ENCODER.encode_lines(list(field))
+            if name == "tree":
+                text = text.replace(b",null]\n", b"]\n")  # few nodes have versions; the key before them is text
+            rows = text.rstrip(b"\n").replace(b"\n", b",\n  ").decode()
             lines.append(f'"{name}": [\n  {rows}\n]' if rows else f'"{name}": []')
         else:
             lines.append(f'"{name}": {_ENCODER.encode(field).decode()}')
@@ -243,9 +253,20 @@ def _check_tensors(manifest: Manifest) -> int:
             _check_tensor(tensor, manifest.layouts)
             manifest.layout_of(tensor).check(tensor.shape)
             size = alike[looks] = tensor.size_bytes
-        if not tensor.transforms:
+        if not tensor.transforms and not tensor.same_as:
             held_bytes += size
+    _check_tied(manifest.tensors)
     return held_bytes
+
+
+def _check_tied(tensors: tuple[Tensor, ...]) -> None:
+    """Refuse a tensor that is said to be the same as one that does not exist, or that differs from it."""
+    tied = [tensor for tensor in tensors if tensor.same_as]
+    known = {tensor.key: tensor for tensor in tensors} if tied else {}
+    for tensor in tied:
+        other = known.get(tensor.same_as)
+        if other is None or msgspec.structs.replace(tensor, key=other.key, same_as="") != other:
+            raise ValueError(f"tensor {tensor.key[:80]!r} is not the same as {tensor.same_as[:80]!r}")
 
 
 def _check_ranks(layout: Layout, world: int) -> None:

@@ -20,8 +20,10 @@ from milepost.core.tree import LEAVES, Node
 from milepost.core.tree import merge as merge_trees
 
 
-class TensorRow(msgspec.Struct, frozen=True, gc=False):
+class TensorRow(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     """One tensor as a rank describes it. `layout` is None for a plain tensor: whole on every rank that has the key.
+
+    `same_as`: the key of an earlier row, where both are one tensor on this rank.
 
     >>> milepost.testing.TensorRow("w", "float32", (1024, 64), "tensor", milepost.testing.on_mesh((8,), [0])).shape
     (1024, 64)
@@ -32,6 +34,7 @@ class TensorRow(msgspec.Struct, frozen=True, gc=False):
     shape: Shape
     kind: TensorKind
     layout: Grid | Boxes | None
+    same_as: str = ""
 
 
 Holder = tuple[tuple[int, ...], TensorRow]
@@ -95,7 +98,9 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
             except ValueError as error:
                 problem = f"{key!r}: {error}"
         problems.extend([problem] if problem else [])
-        rows.append(holders[0][1])
+        first = holders[0][1]
+        tied = all(row.same_as == first.same_as for _, row in holders)
+        rows.append(first if tied else msgspec.structs.replace(first, same_as=""))
     values, differing = merge_values([(ranks, table.values) for ranks, table in tables])
     tree: tuple[Node, ...] = ()
     try:

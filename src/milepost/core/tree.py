@@ -7,12 +7,14 @@ A leaf's key is its path joined by dots. Where two paths of one state would give
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
 
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
+from milepost.core.versions import Versions, set_versions, versions_of
 
 Path = tuple[Hashable, ...]
 Leaf = Literal["tensor", "value", "per_rank"]
@@ -51,12 +53,16 @@ class Parts(dict[str, Any]):
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One container or leaf. `name`: its encoded key in its parent; `kind`: of container or leaf; `key`: of a leaf."""
+    """One container or leaf. `name`: its encoded key in its parent; `kind`: of container or leaf; `key`: of a leaf.
+
+    `versions`: of the modules whose state dict this is, where it is one.
+    """
 
     depth: int
     name: Any
     kind: str
     key: str = ""
+    versions: Versions | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +108,12 @@ def flatten(state: Any, rules: Rules) -> Flat:
             nodes.append(Node(len(path), name, kind, key))
             leaves[key], paths[key], kinds[key] = value, path, kind
         else:
-            nodes.append(Node(len(path), name, kind))
+            nodes.append(Node(len(path), name, kind, "", value))
     return Flat(tuple(nodes), leaves, paths, kinds)  # type: ignore[arg-type]  # kinds holds only LEAVES
 
 
 _Found = tuple[Path, Any, str, Any]
-"""A path, its encoded name, its kind, and the object if it is a leaf."""
+"""A path, its encoded name, its kind, and a leaf's object or a container's versions of modules."""
 
 
 def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) -> None:
@@ -120,10 +126,17 @@ def _walk(value: Any, rules: Rules, path: Path, name: Any, found: list[_Found]) 
     opened = rules.open(value, path)
     if opened is not None:
         value = opened
-    found.append((path, name, container_kind(value, path), None))
+    found.append((path, name, container_kind(value, path), _versions(value, path)))
     for key, child in children(value):
         inner = (*path, key)
         _walk(child, rules, inner, _spelled(value, key, inner, rules), found)
+
+
+def _versions(value: Any, path: Path) -> Versions | None:
+    try:
+        return versions_of(value)
+    except ValueError as error:
+        raise UnknownContainer(f"{show_path(path)!r} is a state dict in which {error}") from None
 
 
 def _spelled(container: Any, key: Any, path: Path, rules: Rules) -> Any:
@@ -212,10 +225,15 @@ def _keys(paths: list[Path]) -> list[str]:
     return keys
 
 
-def nodes_of(paths: Mapping[str, tuple[str | int, ...]], kinds: Mapping[str, Leaf]) -> tuple[Node, ...]:
+def nodes_of(
+    paths: Mapping[str, tuple[str | int, ...]],
+    kinds: Mapping[str, Leaf],
+    versions: Mapping[Path, Versions] = MappingProxyType({}),
+) -> tuple[Node, ...]:
     """The tree whose leaves stand at these paths: a dict below names, a list below numbers that leave none out.
 
-    Where paths contradict each other, all leaves stand side by side under their keys.
+    `versions`: of the state dicts of modules, by path. Where paths contradict each other, all leaves stand side by side
+    under their keys.
     """
     root: dict[Any, Any] = {}
     for key, path in paths.items():
@@ -227,17 +245,20 @@ def nodes_of(paths: Mapping[str, tuple[str | int, ...]], kinds: Mapping[str, Lea
         if not path or not isinstance(inner, dict) or path[-1] in inner:
             return nodes_of({key: (key,) for key in paths}, kinds)
         inner[path[-1]] = key
-    return tuple(_unfold(root, None, 0, kinds, top=True))
+    return tuple(_unfold(root, (), None, kinds, versions))
 
 
-def _unfold(inner: Any, name: Any, depth: int, kinds: Mapping[str, Leaf], top: bool = False) -> Iterator[Node]:
+def _unfold(
+    inner: Any, path: Path, name: Any, kinds: Mapping[str, Leaf], versions: Mapping[Path, Versions]
+) -> Iterator[Node]:
     if not isinstance(inner, dict):
-        yield Node(depth, name, kinds[inner], inner)
+        yield Node(len(path), name, kinds[inner], inner)
         return
-    is_list = not top and set(inner) == set(range(len(inner)))
-    yield Node(depth, name, "list" if is_list else "dict")
+    is_list = bool(path) and set(inner) == set(range(len(inner)))
+    known = None if is_list else versions.get(path)
+    yield Node(len(path), name, "list" if is_list else "OrderedDict" if known else "dict", "", known)
     for step in sorted(inner) if is_list else inner:
-        yield from _unfold(inner[step], None if is_list else step, depth + 1, kinds)
+        yield from _unfold(inner[step], (*path, step), None if is_list else step, kinds, versions)
 
 
 class Branch(msgspec.Struct, gc=False):
@@ -294,6 +315,7 @@ def build(
         values = [build(c, decode, leaf, (*path, f), compose) for c, f in zip(branch.children, fields, strict=True)]
         return make_namedtuple(detail, fields)._make(values)
     result = _empty_dict(kind, detail)
+    set_versions(result, branch.node.versions)
     for key, child in zip(_names(branch, decode), branch.children, strict=True):
         result[key] = None  # keeps the order, even if the rest fails
         result[key] = build(child, decode, leaf, (*path, key), compose)
@@ -385,7 +407,17 @@ def _merge(branches: list[Branch], path: Path) -> Branch:
     for branch in branches:
         for child in branch.children:
             groups.setdefault(msgspec.json.encode(child.node.name), []).append(child)
-    return Branch(first.node, [_merge(group, (*path, group[0].node.name)) for group in groups.values()])
+    return Branch(
+        _with_all_versions(branches), [_merge(group, (*path, group[0].node.name)) for group in groups.values()]
+    )
+
+
+def _with_all_versions(branches: list[Branch]) -> Node:
+    """The first node, with the versions of the modules of all: pipeline stages hold different modules."""
+    node, known = branches[0].node, [b.node.versions for b in branches if b.node.versions]
+    if all(versions == node.versions for versions in known):
+        return node
+    return msgspec.structs.replace(node, versions={k: v for versions in reversed(known) for k, v in versions.items()})
 
 
 def _unroll(branch: Branch) -> Iterator[Node]:

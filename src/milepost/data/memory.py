@@ -49,7 +49,7 @@ class Block:
 
     def __init__(self, size_bytes: int, pinned: bool = False) -> None:
         if pinned:
-            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, pin_memory=True)
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             shift = -memory.data_ptr() % PAGE_BYTES
             self.data = memory[shift : shift + size_bytes]
         else:

@@ -120,10 +120,11 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
     source = tensor_of_bytes(data).view(torch_dtype(placement.dtype))
     wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
     same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
-    if same:
-        as_bits(placement.target).copy_(as_bits(wanted))
-    else:
-        _convert(placement, wanted, placement.target, item.box.offset, lossy=lossy)
+    with torch.inference_mode(placement.target.is_inference()):  # else torch refuses to change such a tensor
+        if same:
+            as_bits(placement.target).copy_(as_bits(wanted))
+        else:
+            _convert(placement, wanted, placement.target, item.box.offset, lossy=lossy)
 
 
 def _convert(placement: Placement, source: torch.Tensor, target: torch.Tensor, offset: Shape, *, lossy: bool) -> None:
@@ -326,6 +327,11 @@ class _Region:
 
     def fill(self, block: Block, at: int, start: int, stop: int) -> int:
         """Copy the region's part of bytes start..stop of the entry, which lie at `at` in the block. Gives its size."""
+        # Workers are not in the caller's inference mode, and outside of it torch refuses to change such a tensor.
+        with torch.inference_mode(self._target.is_inference()):
+            return self._fill(block, at, start, stop)
+
+    def _fill(self, block: Block, at: int, start: int, stop: int) -> int:
         count = 0
         first = start // self._size
         source = block.as_type(self._read_as)

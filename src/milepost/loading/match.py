@@ -3,12 +3,13 @@
 Plain containers and modules must hold what the checkpoint holds. For any other stateful object the checkpoint decides:
 it gets exactly the state dict that was saved, built around the tensors that it already has, so that sharded tensors
 stay sharded; an optimizer that has not stepped yet gets new state, cut like its parameters. The same holds for the
-extra state of modules.
+extra state of modules. An object is asked for the tensors that it has only where that can matter: see `_is_asked`.
 """
 
 import platform
 import reprlib
-from collections.abc import Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, cached_property, partial
 from pathlib import Path as File
 from typing import Any
@@ -19,25 +20,30 @@ from msgspec.structs import replace
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import Convert, may_convert
+from milepost.core.layout import Whole
 from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
+from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
 from milepost.loading.report import RankMatch, bits_of
-from milepost.loading.target import Match, has_no_memory, placements_for
+from milepost.loading.target import Match, Owners, has_no_memory, placements_for
 from milepost.state.composite import is_composite, kind_of
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
+    LocalTensor,
+    Memory,
     dtype_of,
     is_tensor,
+    memory_of,
     new_saved,
     new_tensor,
     torch_dtype,
     why_not_filled,
 )
 from milepost.state.values import Codec
-from milepost.state.wrappers import is_extra_state, named_as_saved
+from milepost.state.wrappers import is_extra_state, modules_of, named_as_saved
 
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
@@ -68,6 +74,13 @@ class Matcher:
         self._saved: dict[str, str] = {}
         self._missing: list[str] = []
         self._without_memory: list[str] = []
+        self._found: dict[str, tuple[Tensor, LocalTensor]] = {}
+        self._first: dict[Memory, str] = {}
+        self._tied: dict[str, str] = {}
+        self._modules: dict[Path, torch.nn.Module] = {}
+        self._optimizers: dict[Path, torch.optim.Optimizer] = {}
+        self._upgraded: dict[Path, tuple[Any, ...]] = {}
+        self._not_saved: set[Path] = set()
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
         self._kinds: dict[str, str] = {}
@@ -79,6 +92,8 @@ class Matcher:
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
         placements = self._compare(flat)
+        self._find_tied(flat)
+        self._check_optimizers(flat)
         report = RankMatch(
             tuple(self._missing),
             self._shapes,
@@ -90,7 +105,18 @@ class Matcher:
             self._on_device,
             host_id() if self._shared_bytes else b"",
         )
-        return Match(self._manifest, flat, opened, report, self._saved, tuple(placements), tuple(self._without_memory))
+        return Match(
+            self._manifest,
+            flat,
+            {path: inner for path, inner in opened.items() if path not in self._not_saved},
+            report,
+            self._saved,
+            tuple(placements),
+            tuple(self._without_memory),
+            self._found,
+            self._tied,
+            Owners(self._modules, self._optimizers, self._versions(), self._upgraded),
+        )
 
     @cached_property
     def _root(self) -> Branch:
@@ -111,15 +137,17 @@ class Matcher:
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
-        current = state_dict_of(value, path)
         branch = _find(self._root, path, self._codec)
-        if isinstance(current, Parts):
-            return self._open_composite(value, current, branch, path)
-        if branch is None or branch.node.kind in LEAVES:
-            return current
+        if is_composite(value):
+            return self._open_composite(value, state_dict_of(value, path), branch, path)
         if isinstance(value, torch.nn.Module):
-            named = named_as_saved(value, current, {str(child.node.name) for child in branch.children})
-            return self._with_extra_state(named, branch, path)
+            self._modules[path] = value
+            return self._open_module(value, branch, path)
+        if isinstance(value, torch.optim.Optimizer):
+            self._optimizers[path] = value
+        if branch is None or branch.node.kind in LEAVES:
+            return self._open_unsaved(value, path)
+        current = state_dict_of(value, path) if self._is_asked(value, branch) else None
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = _lookup(current, inner[len(path) :])
@@ -196,6 +224,70 @@ class Matcher:
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
         return built if self._manifest.format == FORMAT else _named_like(current, built)
 
+    def _open_unsaved(self, value: Any, path: Path) -> Any:
+        """A stateful object of which nothing was saved: it is left as it is. An optimizer is asked for its keys."""
+        if isinstance(value, torch.optim.Optimizer):
+            return value.state_dict()
+        self._missing.append(show_path(path))
+        self._not_saved.add(path)
+        return {}
+
+    def _is_asked(self, value: Any, branch: Branch) -> bool:
+        """Whether an object is asked for its state dict before it gets the saved one.
+
+        It is, where tensors can be read into those that it has. What can be iterated over (a data loader, a sampler, a
+        data set) is not: asking can start its workers, or use it up. It holds no tensors that are cut over ranks; if
+        some were saved, it is asked after all.
+        """
+        if isinstance(value, torch.optim.Optimizer):
+            return True
+        leaves = list(_leaves(branch))
+        tensors = [self._tensors[node.key] for node in leaves if node.kind == "tensor"]
+        if any(not isinstance(self._manifest.layout_of(tensor), Whole) for tensor in tensors):
+            return self._manifest.format == FORMAT or not _is_iterable(value)
+        if _is_iterable(value):
+            return False
+        # Files of other formats have text for all keys, and only the object knows what they were.
+        private = any(node.kind == "per_rank" for node in leaves)
+        return private or self._manifest.format != FORMAT or any(not tensor.is_bytes for tensor in tensors)
+
+    def _open_module(self, module: torch.nn.Module, branch: Branch | None, path: Path) -> Any:
+        """A module's state dict, under the names that were saved, with the saved versions and extra state in it."""
+        current = state_dict_of(module, path)
+        if branch is None or branch.node.kind in LEAVES:
+            return current
+        there = {str(child.node.name) for child in branch.children}
+        named = named_as_saved(module, current, there)
+        return self._with_extra_state(self._with_old_keys(module, named, branch, path), branch, path)
+
+    def _with_old_keys(self, module: torch.nn.Module, current: Any, branch: Branch, path: Path) -> Any:
+        """The state dict for modules of another version, which may have had other keys, with the saved versions in it.
+
+        Below the prefixes of those that can upgrade old states the dict holds what was saved.
+        """
+        saved = branch.node.versions
+        if not saved or not changed_prefixes(saved, current):
+            return current
+        owners, there = modules_of(module), {str(child.node.name) for child in branch.children}
+        changed = [p for p in changed_prefixes(saved, current) if p in owners and _upgrades(owners[p])]
+        old = {str(child.node.name): child.node for child in branch.children if child.node.kind in LEAVES}
+
+        def is_old(key: str) -> bool:
+            return any(not prefix or key.startswith(f"{prefix}.") for prefix in changed)
+
+        result: OrderedDict[str, Any] = OrderedDict((k, v) for k, v in current.items() if k in there or not is_old(k))
+        for name, node in old.items():
+            tensor = self._tensors.get(node.key)
+            existing = result.get(name)
+            if not is_old(name) or (is_tensor(existing) and tensor and tuple(existing.shape) == tensor.shape):
+                continue
+            result[name] = self._tensor_target(None, existing, tensor, (name,)) if tensor else _Placeholder()
+        left = [value for key, value in current.items() if key not in result and is_tensor(value) and value.is_meta]
+        self._upgraded[path] = tuple(left)
+        metadata = {p: {**entry, "version": saved.get(without_wrappers(p))} for p, entry in current._metadata.items()}  # noqa: SLF001
+        result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
+        return result
+
     def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
         if tensor.is_bytes:
@@ -265,13 +357,54 @@ class Matcher:
         if why is not None:
             self._kinds[key] = why
             return []
+        memory = memory_of(leaf)
+        if memory is not None and self._first.setdefault(memory, key) != key:
+            self._tied[key] = self._first[memory]
+        if not has_no_memory(leaf):
+            self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
         for placement in placements:
             self._read_bytes += placement.size_bytes
             if not placement.alone and self._describer.shares:
                 self._shared_bytes += placement.size_bytes
                 self._on_device = self._on_device or placement.target.device.type not in ("cpu", "meta")
-        return placements
+        return placements if key not in self._tied else []
+
+    def _find_tied(self, flat: Flat) -> None:
+        """What is not in the checkpoint and is one tensor with something that is, is filled with it."""
+        for key in list(self._missing):
+            first = self._first.get(memory_of(flat.leaves[key]) or ()) if key in flat.leaves else None
+            if first is not None:
+                self._missing.remove(key)
+                self._saved[key], self._tied[key] = self._saved[first], first
+                if has_no_memory(flat.leaves[key]):
+                    self._without_memory.append(key)
+
+    def _check_optimizers(self, flat: Flat) -> None:
+        """Refuse an optimizer whose parameters stay on the meta device: torch would put its state there too."""
+        coming = {memory_of(flat.leaves[key]) for key in self._without_memory}
+        for path, optimizer in self._optimizers.items():
+            parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_meta]
+            if any(memory_of(parameter) not in coming for parameter in parameters):
+                self._kinds[show_path(path)] = (
+                    "the optimizer's parameters are on the meta device, and nothing in this load gives them memory; "
+                    "load their module in the same call, or give it memory first (to_empty)"
+                )
+
+    def _versions(self) -> dict[Path, Versions]:
+        """The versions of modules in the checkpoint, by the paths of their state dicts."""
+        if all(node.versions is None for node in self._manifest.tree):
+            return {}
+        found: dict[Path, Versions] = {}
+        pending: list[tuple[Branch, Path]] = [(self._root, ())]
+        while pending:
+            branch, path = pending.pop()
+            if branch.node.versions is not None:
+                found[path] = branch.node.versions
+            for i, child in enumerate(branch.children):
+                if child.children:
+                    pending.append((child, (*path, _name_of(branch, i, self._codec))))
+        return found
 
 
 @cache
@@ -313,9 +446,7 @@ def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:
     for part in path:
         following = None
         for i, child in enumerate(here.children):
-            name = i if here.node.kind in ("list", "tuple") else child.node.name
-            if not here.node.kind.startswith(("list", "tuple", "namedtuple")):
-                name = codec.decode(name, show_path(path))
+            name = _name_of(here, i, codec)
             if name == part and type(name) is type(part):
                 following = child
                 break
@@ -323,6 +454,31 @@ def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:
             return None
         here = following
     return here
+
+
+def _name_of(branch: Branch, i: int, codec: Codec) -> Any:
+    """The step from a container to its i-th child."""
+    name = branch.children[i].node.name
+    if branch.node.kind in ("list", "tuple"):
+        return i
+    return name if branch.node.kind.startswith("namedtuple") else codec.decode(name, "a key")
+
+
+def _leaves(branch: Branch) -> Iterator[Node]:
+    if branch.node.kind in LEAVES:
+        yield branch.node
+    for child in branch.children:
+        yield from _leaves(child)
+
+
+def _upgrades(module: torch.nn.Module) -> bool:
+    """Whether a module has code that can change a state dict before it is loaded."""
+    own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
+    return own or bool(module._load_state_dict_pre_hooks)  # noqa: SLF001
+
+
+def _is_iterable(value: Any) -> bool:
+    return hasattr(type(value), "__iter__") or hasattr(type(value), "__next__")
 
 
 def _named_like(current: Any, built: Any) -> Any:

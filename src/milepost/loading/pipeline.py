@@ -30,6 +30,7 @@ from milepost.core.limits import KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Parts, Path, restore, show_path
+from milepost.core.versions import set_versions
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
@@ -38,14 +39,16 @@ from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, check_world, keys_of
+from milepost.loading.meta import give_memory, warn_of_meta
 from milepost.loading.options import LoadOptions
+from milepost.loading.overlaps import check_doubles
 from milepost.loading.private import read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
-from milepost.loading.share_reads import WORTH_BYTES, Exchange, Memory, agree_to_share, check_arrival
+from milepost.loading.share_reads import WORTH_BYTES, Buffers, Exchange, agree_to_share, check_arrival
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
 from milepost.state.composite import compose, is_composite
 from milepost.state.take_apart import PerRank, is_stateful
-from milepost.state.tensors import Describer
+from milepost.state.tensors import Describer, Memory, memory_of, refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.state.wrappers import load_module
 from milepost.store import Store
@@ -54,6 +57,7 @@ _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
 _REOPENED = 3
 """How often a load starts again because a newer save replaced what it was reading."""
+_PARTLY_FILLED = "The load had begun to write: the state may be partly filled. Load again before you use it."
 _log = logging.getLogger("milepost")
 
 
@@ -124,7 +128,7 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         lossy = options.convert_dtype == "lossy"
         place_all(files, placements, options.transfer, meter, verify=options.verify, lossy=lossy)
         values = _read_values(match, files, comm, options.codec)
-        memory: Memory = {}
+        memory: Buffers = {}
         for exchange in exchanges:
             exchange.prepare(memory)
         return values
@@ -133,16 +137,23 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         # Half: a rank whose message never comes must be back in time for the meeting that says why.
         return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
+    def apply() -> Any:
+        check_doubles(target.get().doubles, match.manifest, files, options.transfer)
+        strict = not (options.allow_missing or options.allow_unexpected)
+        return _apply(state, target.get(), values, options.codec, strict=strict)
+
     try:
         values = together(comm, call, _READING, read)
+        if share:
+            meet(comm, call, _SENDING, send, check_arrival)
+        loaded = together(comm, call, _APPLYING, apply)
+    except BaseException as error:
+        error.add_note(_PARTLY_FILLED)
+        raise
     finally:
         files.close()
-    if share:
-        meet(comm, call, _SENDING, send, check_arrival)
-    loaded = together(
-        comm, call, _APPLYING, lambda: _apply(state, match, {**target.get().made, **values}, options.codec)
-    )
     meter.finish()
+    warn_of_meta(match.owners.modules)
     return loaded
 
 
@@ -217,7 +228,9 @@ def _another(store: Store, comm: Comm, what: str) -> CheckpointDamaged:
 
 
 @CollectionPaused()
+@torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -> Match:
+    refuse_fake_mode()
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
 
@@ -317,9 +330,14 @@ def _private(
 
 
 @CollectionPaused()
-def _apply(state: Any, match: Match, results: Mapping[str, Any], codec: Codec) -> Any:
-    """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects."""
+def _apply(state: Any, target: Target, values: Mapping[str, Any], codec: Codec, *, strict: bool) -> Any:
+    """Put what was read into the state. Tensors are filled already; this sets values and feeds stateful objects.
+
+    Modules on the meta device get their memory first, so that an optimizer finds its parameters where they stay.
+    """
+    match, owners = target.match, target.match.owners
     keys = {path: key for key, path in match.flat.paths.items()}
+    results, strangers = _with_memory(target, values, target.blank if strict else {})
 
     def replace(value: Any, path: Path) -> Any:
         key = keys.get(path)
@@ -329,8 +347,10 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any], codec: Codec) -
             return _composed(value, match.opened.get(path, value), path)
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
-            _feed(value, state_dict, assign=_has_new_tensors(match, results, path))
+            assign = any(where[: len(path)] == path for where in strangers)
+            _feed(value, state_dict, assign=assign, strict=strict or path not in owners.upgraded)
             return value
+        set_versions(value, owners.versions.get(path))
         return NotImplemented
 
     def _composed(value: Any, parts: Any, path: Path) -> Any:
@@ -344,6 +364,28 @@ def _apply(state: Any, match: Match, results: Mapping[str, Any], codec: Codec) -
     return restore(state, replace)
 
 
+def _with_memory(
+    target: Target, values: Mapping[str, Any], blank: Mapping[Memory, torch.Tensor]
+) -> tuple[dict[str, Any], list[Path]]:
+    """Give memory to what is on the meta device. Gives the new leaves by key, and the paths of those without an owner.
+
+    A tensor of a module's state dict that is none of its parameters and buffers has no owner: the module makes its
+    state dict in its own way.
+    """
+    match, owners = target.match, target.match.owners
+    parameters = {key: leaf for key, leaf in match.flat.leaves.items() if isinstance(leaf, torch.nn.Parameter)}
+    new: dict[Memory, torch.Tensor] = {}
+    where: dict[Memory, list[Path]] = {}
+    for key, made in target.made.items():
+        memory = memory_of(match.flat.leaves[key])
+        if memory is not None:
+            new[memory] = made
+            where.setdefault(memory, []).append(match.flat.paths[key])
+    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), {**blank, **new})
+    standing = {key: leaf for key, leaf in parameters.items() if key in target.made}
+    return {**target.made, **standing, **values}, [path for memory in where.keys() - used for path in where[memory]]
+
+
 def _merged(old: Any, new: Any) -> Any:
     if isinstance(new, LongBytes):
         return new.value
@@ -353,23 +395,18 @@ def _merged(old: Any, new: Any) -> Any:
     if not isinstance(old, PerRank) or isinstance(new, PerRank):
         return new
     if is_stateful(old.value):
-        _feed(old.value, new, assign=False)
+        _feed(old.value, new, assign=False, strict=True)
     else:
         old.value = new
     return old
 
 
-def _feed(owner: Any, state_dict: Any, *, assign: bool) -> None:
+def _feed(owner: Any, state_dict: Any, *, assign: bool, strict: bool) -> None:
     if isinstance(owner, torch.nn.Module):
-        load_module(owner, state_dict, assign=assign)
+        load_module(owner, state_dict, assign=assign, strict=strict)
+    elif isinstance(owner, torch.optim.Optimizer):
+        # What it makes of the state must be fit for training, also where the caller is in inference mode.
+        with torch.inference_mode(mode=False):
+            owner.load_state_dict(state_dict)
     else:
         owner.load_state_dict(state_dict)
-
-
-def _has_new_tensors(match: Match, results: Mapping[str, Any], path: Path) -> bool:
-    """Whether tensors below a path were on the meta device: a module must take over their new memory, not copy it."""
-    return any(
-        key in results and isinstance(match.flat.leaves[key], torch.Tensor)
-        for key, where in match.flat.paths.items()
-        if where[: len(path)] == path
-    )

@@ -59,7 +59,7 @@ class Exchange:
         self._me = sharers.ranks.index(me)
         self._message_bytes = min(memory_bytes, _MESSAGE_BYTES)
         self._units = list(_units(parts, len(sharers.ranks), self._message_bytes))
-        self._memory: Memory = {}
+        self._memory: Buffers = {}
 
     @property
     def name(self) -> str:
@@ -84,7 +84,7 @@ class Exchange:
                     target = unit.target[item.box.within(unit.box).slices]
                     yield placement_of(item, unit.saved.dtype, target, alone=True)
 
-    def prepare(self, memory: "Memory") -> None:
+    def prepare(self, memory: "Buffers") -> None:
         """Take the memory that the exchange needs, while it can still fail alone. Exchanges share it."""
         self._memory = memory
         for _, units in _messages(self._units, self._message_bytes):
@@ -125,7 +125,7 @@ class Exchange:
             ) from error
 
 
-Memory = dict[torch.device, torch.Tensor]
+Buffers = dict[torch.device, torch.Tensor]
 """One message for each device, for tensors that cannot be sent or filled where they are."""
 
 

@@ -11,11 +11,37 @@ import torch
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.tree import Flat, Path
+from milepost.core.tree import Flat, Path, show_path
+from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
+from milepost.loading.overlaps import Double, find_doubles
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
-from milepost.state.tensors import Describer, LocalTensor, Part, Sharers, dtype_name, materialise, new_saved
+from milepost.state.tensors import (
+    Describer,
+    LocalTensor,
+    Memory,
+    Part,
+    Sharers,
+    dtype_name,
+    materialise,
+    memory_of,
+    new_saved,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Owners:
+    """The objects of a state that hold tensors themselves, and the versions of saved state dicts, by path.
+
+    `upgraded`: the modules that get old keys, which their own code has to turn into new ones; for each, the tensors on
+    the meta device that only this code can fill.
+    """
+
+    modules: Mapping[Path, torch.nn.Module]
+    optimizers: Mapping[Path, torch.optim.Optimizer]
+    versions: Mapping[Path, Versions]
+    upgraded: Mapping[Path, tuple[Any, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +50,8 @@ class Match:
 
     `opened`: the state dicts that stand for stateful objects, by path. `saved` maps the state's keys to those of the
     checkpoint, which may be spelled otherwise. `placements`: the reads into memory that exists. `without_memory`: the
-    keys of tensors that have no memory to read into yet.
+    keys of tensors that have no memory to read into yet. `found`: what this rank holds of the others, and how each was
+    saved. `tied`: keys of tensors that are one tensor with that of an earlier key.
     """
 
     manifest: Manifest
@@ -34,15 +61,24 @@ class Match:
     saved: Mapping[str, str]
     placements: tuple[Placement, ...]
     without_memory: tuple[str, ...]
+    found: Mapping[str, tuple[Tensor, LocalTensor]]
+    tied: Mapping[str, str]
+    owners: Owners
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads."""
+    """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads.
+
+    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory for
+    tensors on the meta device that a module's own code fills.
+    """
 
     match: Match
     placements: tuple[Placement, ...]
     made: Mapping[str, Any]
+    doubles: tuple[Double, ...]
+    blank: Mapping[Memory, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +89,26 @@ class LongBytes:
     buffer: torch.Tensor
 
 
+@torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def allocate(match: Match, describer: Describer, device: torch.device | str | None) -> Target:
     """Give memory to what has none (tensors on the meta device, some arrays, long bytes), and plan its reads."""
     tensors = {t.key: t for t in match.manifest.tensors}
-    placements = list(match.placements)
+    placements, found = list(match.placements), dict(match.found)
     made: dict[str, Any] = {}
     for key in match.without_memory:
-        saved = tensors[match.saved[key]]
-        made[key] = _new_memory(match.flat.leaves[key], saved, key, device)
+        saved, first = tensors[match.saved[key]], match.tied.get(key)
+        made[key] = made[first] if first else _new_memory(match.flat.leaves[key], saved, key, device)
         local = describer.describe(_memory(made[key]), key)
-        placements.extend(placements_for(match.manifest, saved, local, describer))
-    return Target(match, tuple(placements), made)
+        found[key] = saved, local
+        if not first:
+            placements.extend(placements_for(match.manifest, saved, local, describer))
+    blank = {}
+    for path, left in match.owners.upgraded.items():
+        for leaf in left:
+            memory = memory_of(leaf)
+            if memory is not None:
+                blank[memory] = materialise(leaf, dtype_name(leaf.dtype, show_path(path)), tuple(leaf.shape), device)
+    return Target(match, tuple(placements), made, tuple(find_doubles(found, match.tied)), blank)
 
 
 def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:
@@ -86,7 +131,7 @@ def shared_parts(target: Target, describer: Describer) -> dict[Sharers, list[Sha
     wishes = Counter(match.saved.values())
     for key, leaf in match.flat.leaves.items():
         saved = tensors.get(match.saved[key])
-        if saved is None or wishes[saved.key] > 1:
+        if saved is None or wishes[saved.key] > 1 or key in match.tied:
             continue
         value = _memory(target.made.get(key, leaf))
         local = describer.describe(value, key)

@@ -1,6 +1,7 @@
 """Saves by the local plans of the ranks: what a planner says of its own rank, written by the usual path."""
 
 import io
+from collections.abc import Iterator, Mapping
 from functools import lru_cache, partial
 from typing import Any
 
@@ -12,7 +13,8 @@ from milepost.core.layout import Boxes, Grid, Held
 from milepost.core.manifest import Value
 from milepost.core.ranks import unpack_ranks
 from milepost.core.table import Table, TensorRow
-from milepost.core.tree import Leaf, nodes_of
+from milepost.core.tree import Leaf, Path, nodes_of
+from milepost.core.versions import Versions, versions_of
 from milepost.data.late import LateTensor
 from milepost.errors import CheckpointError, InvalidState
 from milepost.planning.default import DefaultSavePlanner
@@ -46,7 +48,7 @@ def save_by_local_plans(
     def describing() -> Described:
         is_coordinator = comm.rank == comm.coordinator
         set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
-        return _describe_planned(planner, comm, options)
+        return _describe_planned(planner, comm, options, dict(_versions_in(state())))
 
     try:
         return chosen.note(save_state(None, writer.store, comm, options, describing))
@@ -62,7 +64,19 @@ def _has_own_data(error: CheckpointError) -> bool:
     return isinstance(error, OwnPlannerData) or OwnPlannerData.__name__ in kinds
 
 
-def _describe_planned(planner: DefaultSavePlanner, comm: Comm, options: SaveOptions) -> Described:
+def _versions_in(state: Any, path: Path = ()) -> Iterator[tuple[Path, Versions]]:
+    """The versions of modules that the dicts of a state carry, by path."""
+    if isinstance(state, Mapping):
+        known = versions_of(state)
+        if known is not None:
+            yield path, known
+        for key, value in state.items():
+            yield from _versions_in(value, (*path, str(key)))
+
+
+def _describe_planned(
+    planner: DefaultSavePlanner, comm: Comm, options: SaveOptions, versions: Mapping[Path, Versions]
+) -> Described:
     """What a planner's local plan says of this rank, as the usual path describes states."""
     plan = _whole_local_plan(planner)
     describer = Describer(comm, options.reduce_partial)
@@ -85,7 +99,7 @@ def _describe_planned(planner: DefaultSavePlanner, comm: Comm, options: SaveOpti
     if own_data is not None:
         raise OwnPlannerData("the planner has data of its own")
     rows = tuple(TensorRow(k, t.dtype, t.shape, t.kind, t.layout) for k, t in tensors.items())
-    table = Table(rows, nodes_of(paths, kinds), tuple(values), ())
+    table = Table(rows, nodes_of(paths, kinds, versions), tuple(values), ())
     return Described(table, table.digest(), tensors, [], options.codec.encode(dict(options.metadata), "metadata"))
 
 

@@ -1,6 +1,6 @@
 """Describing: a rank's state becomes a table, its tensors, and the entries that only it writes."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from milepost.data.write import EntryToWrite
 from milepost.errors import InvalidState
 from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.take_apart import PerRank, take_apart
-from milepost.state.tensors import Describer, LocalTensor, check_data
+from milepost.state.tensors import Describer, LocalTensor, check_data, memory_of, refuse_fake_mode
 from milepost.state.values import Codec
 
 
@@ -51,6 +51,7 @@ def describe(
     state: Any, comm: Comm, codec: Codec, metadata: Mapping[str, Any], reduce_partial: bool = False
 ) -> Described:
     """What this rank holds. Raises InvalidState, listing all problems at once."""
+    refuse_fake_mode()
     flat, _ = take_apart(state, codec)
     describer = Describer(comm, reduce_partial)
     tensors: dict[str, LocalTensor] = {}
@@ -68,10 +69,21 @@ def describe(
     if problems:
         listed = "\n  ".join(problems[:50])
         raise InvalidState(listed if len(problems) == 1 else f"{len(problems)} problems:\n  {listed}")
-    rows = tuple(TensorRow(k, t.dtype, t.shape, t.kind, t.layout) for k, t in tensors.items())
+    rows = tuple(_rows(flat, tensors))
     per_rank = tuple(key for key, kind in flat.kinds.items() if kind == "per_rank")
     table = Table(rows, flat.nodes, tuple(values), per_rank)
     return Described(table, table.digest(), tensors, private, codec.encode(dict(metadata), "metadata"))
+
+
+def _rows(flat: Flat, tensors: Mapping[str, LocalTensor]) -> Iterator[TensorRow]:
+    """A row for each tensor. One that stands under several keys (tied weights) is stored under the first."""
+    first: dict[Any, str] = {}
+    for key, local in tensors.items():
+        memory = memory_of(flat.leaves[key])
+        same_as = key
+        if memory is not None:
+            same_as = first.setdefault((memory, local.shape, local.layout), key)
+        yield TensorRow(key, local.dtype, local.shape, local.kind, local.layout, same_as if same_as != key else "")
 
 
 def _private_entries(flat: Flat, codec: Codec, describer: Describer, problems: list[str]) -> list[EntryToWrite]:

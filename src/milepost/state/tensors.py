@@ -7,6 +7,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch._guards import detect_fake_mode
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement
@@ -27,6 +28,8 @@ unpin()
 _TYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
 _NAMES = {dtype: name for name, dtype in _TYPES.items()}
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+Memory = tuple[Any, ...]
+"""What two tensors have in common exactly when they are one tensor under two names. Also on the meta device."""
 LONG_BYTES = 64 * 1024
 """Longer `bytes` go into the shard file like a tensor; shorter ones into the manifest."""
 
@@ -233,6 +236,26 @@ def _local(value: DTensor) -> torch.Tensor:
     return local.wait() if hasattr(local, "wait") else local
 
 
+def memory_of(value: Any) -> Memory | None:
+    """The memory of this rank's part of a tensor; None for other objects, and for tensors made of several."""
+    # Not `_local`, which takes ten times as long: only the identity of the memory counts.
+    data = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
+    if type(data) not in _PLAIN and not _is_dense(data):
+        return None
+    if data.layout is not torch.strided or data.is_nested:
+        return None
+    # The storage by identity: on the meta device none has an address.
+    storage = data.untyped_storage()._cdata  # noqa: SLF001
+    return storage, data.storage_offset(), data.shape, data.stride(), data.dtype, data.is_conj(), data.is_neg()
+
+
+def _is_dense(value: Any) -> bool:
+    """Whether this is one tensor with a shape, of whatever class."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or is_sharded_tensor(value):
+        return False
+    return not _is_wrapper(value)
+
+
 def _plain(data: torch.Tensor, kind: TensorKind, key: str) -> LocalTensor:
     shape = tuple(data.shape)
     return LocalTensor(dtype_name(data.dtype, key), shape, kind, None, (Part(Box.whole(shape), data),))
@@ -387,11 +410,25 @@ def torch_dtype(name: str) -> torch.dtype:
     return found
 
 
+def refuse_fake_mode() -> None:
+    """Raise InvalidRequest where new tensors would be fake: they would hold nothing of what is read into them."""
+    if detect_fake_mode() is not None:
+        raise InvalidRequest(
+            "a FakeTensorMode is active, under which tensors have no data. Leave the mode to save, load or read."
+        )
+
+
+@torch.inference_mode(mode=False)  # tensors that were made in inference mode cannot be trained
 def new_tensor(dtype: str, shape: Shape) -> torch.Tensor:
     """New memory on the CPU, not set to anything. Raises UnsafeCheckpoint where there is not enough."""
+    refuse_fake_mode()
     try:
         # By way of bytes: asking for complex32 directly makes torch warn.
-        return torch.empty(size_bytes(dtype, shape), dtype=torch.uint8).view(torch_dtype(dtype)).reshape(shape)
+        return (
+            torch.empty(size_bytes(dtype, shape), dtype=torch.uint8, device="cpu")
+            .view(torch_dtype(dtype))
+            .reshape(shape)
+        )
     except (RuntimeError, MemoryError) as error:
         raise UnsafeCheckpoint(
             f"a tensor of {dtype} {shape} takes {size_bytes(dtype, shape):,} bytes, which cannot be had: {error}"

@@ -102,7 +102,14 @@ def module_state(module: nn.Module) -> Any:
     return _renamed(state, keys, versions)
 
 
-def load_module(module: nn.Module, state: Any, *, assign: bool = False) -> None:
+def modules_of(module: nn.Module) -> dict[str, nn.Module]:
+    """All modules by their names without wrappers; of a wrapper and what it wraps, the latter."""
+    found = dict(module.named_modules(remove_duplicate=False))
+    steps = _steps(module)
+    return {step.plain[:-1]: found[step.path[:-1]] for step in steps} if steps else found
+
+
+def load_module(module: nn.Module, state: Any, *, assign: bool = False, strict: bool = True) -> None:
     """`load_state_dict` of a module, with names without wrappers, or with the names that its state dict has."""
     steps = _steps(module)
     if steps and isinstance(state, Mapping):
@@ -110,10 +117,9 @@ def load_module(module: nn.Module, state: Any, *, assign: bool = False) -> None:
         versions = getattr(state, "_metadata", None)
         if versions is not None:
             versions = {step.path[:-1]: versions[step.plain[:-1]] for step in steps if step.plain[:-1] in versions}
-        if set(state) != set(raw.values()):
-            state = _renamed(state, raw, versions)
+        state = _renamed(state, raw if set(state) != set(raw.values()) else {}, versions)
     with _sharded(module):
-        module.load_state_dict(state, assign=assign)
+        module.load_state_dict(state, assign=assign, strict=strict)
 
 
 def named_as_saved(module: nn.Module, state: Any, saved: Collection[Any]) -> Any:

@@ -65,7 +65,7 @@ class WriterProcess:
         self._comm: Comm = Solo()
         self._server: Any = None
         self._store: Any = None
-        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._memory = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._plans = Plans()
 
     def run(self) -> None:

@@ -44,7 +44,7 @@ class Arena:
     @property
     def data(self) -> torch.Tensor:
         """All of it, as bytes."""
-        return self._data if self._data is not None else torch.empty(0, dtype=torch.uint8)
+        return self._data if self._data is not None else torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def reserve(self, size_bytes: int, pinned: bool) -> None:
         """Have at least this much memory, pinned if asked for. `version` grows when the memory is replaced.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from milepost.core.hash_flood import MAX_ALIKE
+from milepost.core.versions import plain_versions, set_versions
 from milepost.errors import UnsafeCheckpoint
 
 Find = Callable[[str, str], Any]
@@ -203,7 +204,11 @@ class Machine:
             self.spend(len(parts))
             self.spend(sum(len(part) for part in parts if isinstance(part, dict)))
             target.build(state)
-        elif not isinstance(target, (Opaque, OrderedDict)):  # the state of an OrderedDict is torch's `_metadata`
+        elif isinstance(target, OrderedDict):
+            metadata = state.get("_metadata") if isinstance(state, dict) else None
+            self.spend(len(metadata) if isinstance(metadata, dict) else 0)
+            set_versions(target, plain_versions(metadata))
+        elif not isinstance(target, Opaque):
             raise UnsafeCheckpoint(f"a pickle sets the state of a {type(target).__name__}, which has none")
 
     def extend(self, items: list[Any]) -> None:

@@ -20,6 +20,7 @@ from milepost.core.limits import GIB, MAX_DEPTH, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.shardfile import entry_name
 from milepost.core.tree import Flat, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.core.versions import set_versions, versions_of
 from milepost.errors import CheckpointDamaged, InvalidState, UnsafeCheckpoint
 from milepost.formats.read.files import ForeignFiles
 from milepost.formats.read.pickle_machine import Opaque
@@ -189,6 +190,9 @@ class TensorReplacer:
             for name, item in value.items():
                 letters = len(name) if type(name) is str else len(str(name))
                 empty[name] = self.walk(item, depth + 1, name_letters + letters)
+            for prefix in versions_of(value) or ():
+                self._allowance.spend(self._what, len(prefix))
+            set_versions(empty, versions_of(value))
             return empty
         if type(value) in (list, tuple):
             return type(value)(self.walk(item, depth + 1) for item in value)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
+import msgspec
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 
@@ -65,7 +66,11 @@ class Chosen:
                 old = self.names[node.key]
                 spelled = known[old] if old in known else self._codec.encode(self.checkpoint[old], old)
                 values.append(Value(node.key, spelled))
-        rows = [TensorRow(key, saved.dtype, saved.shape, saved.kind, None) for key, saved in self.tensors]
+        now = {saved.key: key for key, saved in self.tensors}
+        rows = [
+            TensorRow(key, saved.dtype, saved.shape, saved.kind, None, now.get(saved.same_as, ""))
+            for key, saved in self.tensors
+        ]
         metadata = self._codec.encode(self.checkpoint.metadata, "metadata")
         return SourceContents(tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata)
 
@@ -81,7 +86,9 @@ class Chosen:
         stands: dict[int, tuple[torch.Tensor, TensorStub]] = {}
 
         def stand_in(stored: TensorStub) -> Any:
-            blank = torch.empty(0, device="meta")  # torch goes into a list only if it sees tensors there
+            blank = torch.empty(
+                0, dtype=torch.uint8, device="meta"
+            )  # torch goes into a list only if it sees tensors there
             stands[id(blank)] = blank, stored
             return blank
 
@@ -182,7 +189,7 @@ def _simpler(node: Node) -> Node:
     """The node as a container that every program knows: a named tuple as a tuple, a default dict as a dict."""
     kind = node.kind.partition(":")[0]
     known = {"namedtuple": "tuple", "defaultdict": "dict", "composite": "dict"}.get(kind)
-    return Node(node.depth, node.name, known, node.key) if known else node
+    return msgspec.structs.replace(node, kind=known) if known else node
 
 
 def _is_plain(value: Any) -> bool:

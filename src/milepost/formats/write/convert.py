@@ -24,6 +24,7 @@ from milepost.formats.write.milepost import SourceContents, write_milepost
 from milepost.formats.write.source import reading
 from milepost.formats.write.torchfile import torch_plan
 from milepost.saving.options import one_of
+from milepost.state.tensors import refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.store import LocalStore, Location, Store, store_at
 
@@ -85,6 +86,7 @@ def convert(
     kinds: list[type] = []
 
     def check() -> Transfer:
+        refuse_fake_mode()
         one_of("to", to, get_args(Format))
         check_values({"max_shard_bytes": max_shard_bytes, "drop_values": drop_values, "overwrite": overwrite})
         check_values({"rename": rename, "progress": progress})
