@@ -108,6 +108,7 @@ def test_tied_weights_are_stored_once(tmp_path):
     assert receipt.data_bytes == 2 * 5 * 3 * 4, "the view has another shape"
     with milepost.open(tmp_path) as checkpoint:
         assert checkpoint.verify().ok
+        original = checkpoint.manifest
         for key in ("m.embed.weight", "m.head.weight", "again"):
             assert torch.equal(checkpoint[key].read(), model["embed"].weight)
     untied = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5, False)})
@@ -119,7 +120,7 @@ def test_tied_weights_are_stored_once(tmp_path):
         milepost.convert(tmp_path, tmp_path.with_name(to), to=to)
         if to == "milepost":
             copy = milepost.open(tmp_path.with_name(to)).manifest
-            assert sum(file.size_bytes - file.header_bytes for file in copy.files) == receipt.data_bytes
+            assert [file.size_bytes for file in copy.files] == [file.size_bytes for file in original.files]
         assert torch.equal(milepost.open(tmp_path.with_name(to))["m.head.weight"].read(), model["head"].weight)
 
 

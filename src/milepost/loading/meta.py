@@ -113,7 +113,7 @@ def warn_of_meta(modules: Mapping[Path, torch.nn.Module]) -> None:
             f"values for them: {', '.join(map(repr, left[:_SHOWN]))}{more}. A buffer with persistent=False is never "
             "saved. Compute these tensors before you use the module.",
             RuntimeWarning,
-            stacklevel=4,
+            stacklevel=5,
         )
 
 
