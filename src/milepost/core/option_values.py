@@ -68,6 +68,7 @@ _RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("host_memory_bytes", "threads", "block_bytes"), _whole()),
     **dict.fromkeys(("max_shard_bytes", "size"), _whole(1)),
     **dict.fromkeys(("keep_last", "keep_every", "keep_best"), _or_none(_whole(1))),
+    "convert_dtype": _Permitted(lambda value: _is_flag(value) or value == "lossy", 'True, False or "lossy"'),
     "coordinator_rank": _whole(0),
     "staging_bytes": _or_none(_whole(0)),
     **dict.fromkeys(("timeout_s", "grace_s"), _SECONDS),
