@@ -70,8 +70,8 @@ class Match:
 class Target:
     """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads.
 
-    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory for
-    tensors on the meta device that a module's own code fills.
+    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory, not
+    set to anything, for tensors on the meta device that get what a module's own code makes of an old state.
     """
 
     match: Match
