@@ -213,6 +213,41 @@ def test_extra_state_on_meta_leaves_parameters_the_same_objects(tmp_path, part):
     assert new.scale.tolist() == [0, 1, 2]
 
 
+class Turned(nn.Module):
+    """A buffer is a view of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.register_buffer("turned", self.weight.detach().t())
+
+
+def test_views_of_one_memory_on_meta_stay_such_views(tmp_path):
+    milepost.save({"m": Turned()}, tmp_path / "same")
+    other = Turned()
+    other.turned = other.turned.clone() + 1
+    milepost.save({"m": other}, tmp_path / "different")
+    with torch.device("meta"):
+        new, late = Turned(), Turned()
+    weight = new.weight
+    milepost.load({"m": new}, tmp_path / "same")
+    assert new.weight is weight
+    assert new.weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    new.weight.detach()[0, 1] = 9
+    assert new.turned[1, 0] == 9
+    with pytest.raises(milepost.InvalidState, match="share memory in the state"):
+        milepost.load({"m": late}, tmp_path / "different")
+
+
+def test_order_of_elements_on_meta_is_kept(tmp_path):
+    old = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    milepost.save({"m": old}, tmp_path)
+    new = nn.Conv2d(3, 4, 3, device="meta").to(memory_format=torch.channels_last)
+    milepost.load({"m": new}, tmp_path)
+    assert new.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(old.weight, new.weight)
+
+
 @pytest.fixture
 def marked_memory():
     """New memory holds no zeros by chance."""

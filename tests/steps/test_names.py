@@ -202,3 +202,12 @@ def test_ranks_restore_the_folder_that_the_coordinator_chose():
             return restored(keeper), restored(keeper, allow_missing=True)
 
     assert run_ranks(2, work) == [(3, 3)] * 2
+
+
+def test_generation_is_no_place_for_steps(tmp_path):
+    with Checkpointer(tmp_path) as keeper:
+        keeper.save({"x": 1}, 3)
+    with pytest.raises(InvalidRequest, match="a generation belongs to one checkpoint"):
+        Checkpointer(milepost.store.AtGeneration(tmp_path, 1))
+    with pytest.raises(InvalidRequest, match="a generation is a whole number"):
+        milepost.store.AtGeneration(tmp_path, "1")
