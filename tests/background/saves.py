@@ -104,6 +104,8 @@ def spoil(value, seen=None):
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             torch.empty(0, dtype=torch.uint8).set_(storage).bitwise_not_()
+        if not value.is_inference():
+            torch.autograd.graph.increment_version(value)  # as every change in place does that torch sees
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value.fill(0)

@@ -101,6 +101,7 @@ def test_only_what_the_optimizer_owns_is_copied_after_the_call(tmp_path, monkeyp
         pending = saver.save(state, tmp_path / "later", optimizer=optimizer)
         assert not pending.staged()
         spoil([state["ema"], state["np"], rate, list(model.buffers())])
+        state["ema"].add_(1)  # a change that torch counts: it must not fail the save, for it was copied before
         go.set()
         pending.result(TIMEOUT_S)
     now, later = calls

@@ -39,8 +39,9 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
         staging = save.staging.get()
 
         def let_go() -> None:
-            staging.check_unchanged()
-            staging.release()
+            if not staging.done.is_set():  # it is called again at the end, when the caller may have changed the state
+                staging.check_unchanged()
+                staging.release()
             save.permit.wait()  # the caller goes on now, and allows the commit; or has left
 
         staging.copy(save.permit.check)

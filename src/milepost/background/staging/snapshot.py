@@ -167,6 +167,8 @@ class Staging:
             copy = Copy(self._clones.get(id(data), data), target)
             (later if self._may_wait(data) else now).append(copy)
         self._stager.copier.copy(now, self._moment, check)
+        # Before the caller goes on: what is copied may change then, while the rest is still copied.
+        self._versions.settle({id(copy.source) for copy in now})
         if (later or self._packed.left_out) and self._rest_may_wait():
             self.at_return.set()
         self._stager.copier.copy(later, self._moment, check)
