@@ -248,3 +248,14 @@ def test_weights_beside_a_checkpoint_stay_an_export(tmp_path):
     milepost.save(state(2), tmp_path)
     assert load(tmp_path) == 2
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+@pytest.mark.parametrize("there", ["milepost", "dcp"])
+def test_weights_of_another_checkpoint_are_not_hidden_beside_one(tmp_path, there):
+    milepost.save(state(1), tmp_path / "old")
+    milepost.convert(tmp_path / "old", tmp_path / "target", there)
+    milepost.save(state(2), tmp_path / "new")
+    with pytest.raises(milepost.InvalidRequest, match="Loads from there would go on reading that one"):
+        milepost.convert(tmp_path / "new", tmp_path / "target", "safetensors", drop_values=True, overwrite=True)
+    assert not (tmp_path / "target" / "model.safetensors").exists()
+    assert load(tmp_path / "target") == 1

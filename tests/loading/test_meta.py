@@ -183,6 +183,110 @@ def test_module_with_a_state_dict_of_its_own_loads_from_meta(tmp_path):
     assert torch.equal(old.inner.weight, new.inner.weight)
 
 
+class Measured(nn.Module):
+    """A module with a tensor of its own in its extra state."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.scale = torch.zeros(3)
+
+    def get_extra_state(self):
+        return {"scale": self.scale}
+
+    def set_extra_state(self, state):
+        self.scale = state["scale"]
+
+
+@pytest.mark.parametrize("part", ["all", "extra state"])
+def test_extra_state_on_meta_leaves_parameters_the_same_objects(tmp_path, part):
+    old = Measured()
+    old.scale = torch.arange(3.0)
+    milepost.save({"m": old}, tmp_path)
+    with torch.device("meta" if part == "all" else "cpu"):
+        new = Measured()
+    new.scale = torch.zeros(3, device="meta")
+    parameters = list(new.parameters())
+    milepost.load({"m": new}, tmp_path)
+    assert all(a is b for a, b in zip(new.parameters(), parameters, strict=True)), "an optimizer would train nothing"
+    assert torch.equal(new.inner.weight, old.inner.weight)
+    assert new.scale.tolist() == [0, 1, 2]
+
+
+class Turned(nn.Module):
+    """A buffer is a view of a parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(6.0).view(2, 3))
+        self.register_buffer("turned", self.weight.detach().t())
+
+
+def test_views_of_one_memory_on_meta_stay_such_views(tmp_path):
+    milepost.save({"m": Turned()}, tmp_path / "same")
+    other = Turned()
+    other.turned = other.turned.clone() + 1
+    milepost.save({"m": other}, tmp_path / "different")
+    with torch.device("meta"):
+        new, late = Turned(), Turned()
+    weight = new.weight
+    milepost.load({"m": new}, tmp_path / "same")
+    assert new.weight is weight
+    assert new.weight.tolist() == [[0, 1, 2], [3, 4, 5]]
+    new.weight.detach()[0, 1] = 9
+    assert new.turned[1, 0] == 9
+    with pytest.raises(milepost.InvalidState, match="share memory in the state"):
+        milepost.load({"m": late}, tmp_path / "different")
+
+
+def test_order_of_elements_on_meta_is_kept(tmp_path):
+    old = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    milepost.save({"m": old}, tmp_path)
+    new = nn.Conv2d(3, 4, 3, device="meta").to(memory_format=torch.channels_last)
+    milepost.load({"m": new}, tmp_path)
+    assert new.weight.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(old.weight, new.weight)
+
+
+@pytest.fixture
+def marked_memory():
+    """New memory holds no zeros by chance."""
+    torch.use_deterministic_algorithms(mode=True)
+    yield
+    torch.use_deterministic_algorithms(mode=False)
+
+
+class Grown(nn.Module):
+    """Version 2 has a buffer that its code takes from itself where the saved state has none."""
+
+    _version = 2
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+        self.register_buffer("extent", torch.full((2,), 7.0))
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, *rest):
+        state_dict.setdefault(prefix + "extent", self.extent)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+
+
+@pytest.mark.usefixtures("marked_memory")
+def test_old_module_on_meta_gets_no_value_from_nowhere(tmp_path):
+    old = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "grown": Grown()}).state_dict()
+    del old["norm.num_batches_tracked"], old["grown.extent"]
+    old._metadata["norm"] = old._metadata["grown"] = {"version": 1}
+    milepost.save({"m": old}, tmp_path)
+    with torch.device("meta"):
+        new = nn.ModuleDict({"norm": nn.BatchNorm1d(3), "grown": Grown()})
+    count = new["norm"].num_batches_tracked
+    with pytest.warns(RuntimeWarning, match="1 tensors of loaded modules are still on the meta device.*grown.extent"):
+        milepost.load({"m": new}, tmp_path)
+    assert new["norm"].num_batches_tracked == 0
+    assert new["norm"].num_batches_tracked is count
+    assert new["grown"].weight.tolist() == [1, 1]
+
+
 def shard_on_meta(rank, path):
     torch.manual_seed(3)
     whole = nn.Sequential(nn.Linear(5, 5), nn.ReLU(), nn.Linear(5, 5))

@@ -344,3 +344,23 @@ def test_sharded_parts_come_back_and_shards_of_parts_are_refused(tmp_path):
         assert "made of other tensors" in said
         assert first == list(range(8))
         assert second == [10 + 4 * rank + i for i in range(4)]
+
+
+def test_torchao_on_meta_stays_the_same_objects_and_tied(tmp_path):
+    quantization = pytest.importorskip("torchao.quantization")
+
+    def build():
+        torch.manual_seed(5)
+        made = torch.nn.Sequential(*(torch.nn.Linear(32, 32) for _ in range(3)))
+        quantization.quantize_(made, quantization.Int8WeightOnlyConfig(), filter_fn=lambda _, name: name == "0")
+        made[1].weight = made[0].weight
+        return made
+
+    old, new = build(), build().to("meta")
+    assert new[1].weight is new[0].weight
+    parameters = list(new.parameters())
+    milepost.async_save({"m": old}, tmp_path).result()
+    milepost.load({"m": new}, tmp_path)
+    assert all(a is b for a, b in zip(new.parameters(), parameters, strict=True))
+    assert new[1].weight is new[0].weight
+    assert torch.equal(old(torch.ones(1, 32)), new(torch.ones(1, 32)))

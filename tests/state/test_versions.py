@@ -51,6 +51,25 @@ def test_old_module_is_upgraded_by_its_own_code(tmp_path, device):
             assert new[1][0].shift.tolist() == [[1.0] * 3] * 2
 
 
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compile", "data parallel"])
+@pytest.mark.parametrize("saved", ["module", "state dict", "file"])
+def test_wrapped_module_sees_the_versions_that_were_saved(tmp_path, saved, wrap, device):
+    place = tmp_path / "file.pt"
+    for old in (1, 2):
+        if saved == "file":
+            torch.save({"m": wrap(model(old)).state_dict()}, place)
+        else:
+            place = tmp_path / str(old)
+            milepost.save({"m": wrap(model(old)) if saved == "module" else wrap(model(old)).state_dict()}, place)
+        for version in (2, 3):
+            with torch.device(device):
+                inner = model(version)
+            milepost.load({"m": wrap(inner)}, place)
+            values = inner[1][0].log if version == 3 else inner[1][0].weight
+            assert values.tolist() == [2.0 if old == 1 else 4.0] * 3
+
+
 def test_module_whose_code_does_not_upgrade_fails_by_name(tmp_path):
     milepost.save({"m": model(2)}, tmp_path)
     new = model(3)

@@ -202,3 +202,29 @@ def test_ranks_restore_the_folder_that_the_coordinator_chose():
             return restored(keeper), restored(keeper, allow_missing=True)
 
     assert run_ranks(2, work) == [(3, 3)] * 2
+
+
+def test_generation_is_no_place_for_steps(tmp_path):
+    with Checkpointer(tmp_path) as keeper:
+        keeper.save({"x": 1}, 3)
+    with pytest.raises(InvalidRequest, match="a generation belongs to one checkpoint"):
+        Checkpointer(milepost.store.AtGeneration(tmp_path, 1))
+    with pytest.raises(InvalidRequest, match="a generation is a whole number"):
+        milepost.store.AtGeneration(tmp_path, "1")
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_best_step_stays_where_torch_saved_into_its_folder(tmp_path):
+    def keeper():
+        return Checkpointer(tmp_path, keep_last=1, keep_best=1, best="loss")
+
+    for step, loss in ((1, 0.1), (2, 0.5)):
+        keeper().save({"x": torch.full((2,), loss)}, step, metrics={"loss": loss})
+    folder = tmp_path / "step-0000000001"
+    torch_dcp.save({"x": torch.ones(2)}, checkpoint_id=folder, no_dist=True)
+    assert keeper().best() == 1
+    keeper().save({"x": torch.zeros(2)}, 3, metrics={"loss": 0.7})
+    assert keeper().steps() == [1, 3]
+    assert milepost.open(milepost.store.AtGeneration(folder, 1))["x"][0] == torch.tensor(0.1)
+    with pytest.raises(milepost.AmbiguousCheckpoint):
+        keeper().restore({"x": torch.zeros(2)}, 1)

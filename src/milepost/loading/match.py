@@ -259,9 +259,10 @@ class Matcher:
             return current
         there = {str(child.node.name) for child in branch.children}
         named = named_as_saved(module, current, there)
-        return self._with_extra_state(self._with_old_keys(module, named, branch, path), branch, path)
+        owners = modules_of(module, raw=named is not current)
+        return self._with_extra_state(self._with_old_keys(owners, named, branch, path), branch, path)
 
-    def _with_old_keys(self, module: torch.nn.Module, current: Any, branch: Branch, path: Path) -> Any:
+    def _with_old_keys(self, owners: Mapping[str, torch.nn.Module], current: Any, branch: Branch, path: Path) -> Any:
         """The state dict for modules of another version, which may have had other keys, with the saved versions in it.
 
         Below the prefixes of those that can upgrade old states the dict holds what was saved.
@@ -269,7 +270,7 @@ class Matcher:
         saved = branch.node.versions
         if not saved or not changed_prefixes(saved, current):
             return current
-        owners, there = modules_of(module), {str(child.node.name) for child in branch.children}
+        there = {str(child.node.name) for child in branch.children}
         changed = [p for p in changed_prefixes(saved, current) if p in owners and _upgrades(owners[p])]
         old = {str(child.node.name): child.node for child in branch.children if child.node.kind in LEAVES}
 
@@ -383,7 +384,7 @@ class Matcher:
 
     def _check_optimizers(self, flat: Flat) -> None:
         """Refuse an optimizer whose parameters stay on the meta device: torch would put its state there too."""
-        coming = {memory_of(flat.leaves[key]) for key in self._without_memory}
+        coming = {memory_of(flat.leaves[key]) for key in self._without_memory} - {None}
         for path, optimizer in self._optimizers.items():
             parameters = [p for group in optimizer.param_groups for p in group["params"] if p.is_meta]
             if any(memory_of(parameter) not in coming for parameter in parameters):

@@ -4,6 +4,7 @@ What holds a parameter (other modules that are tied to it, an optimizer, a hook,
 after a load too. So the new memory is put into the object that is there. A module is not asked to replace it.
 """
 
+import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -60,6 +61,50 @@ def give_memory(
             _replace_in(optimizer, replaced)
         _warn_of_replaced(names)
     return frozenset(used)
+
+
+@contextlib.contextmanager
+def same_objects(
+    module: torch.nn.Module, optimizers: Iterable[torch.optim.Optimizer], blank: Mapping[Memory, torch.Tensor]
+) -> Iterator[None]:
+    """Whatever a module puts in the place of its tensors within, it has the same tensors afterwards, with those values.
+
+    `blank`: memory, not set to anything, for tensors on the meta device. One that gets no values stays there.
+    """
+    before = [(owner, place, place.tensor) for owner in module.modules() for place in _places_of(owner)]
+    yield
+    kept: dict[int, torch.Tensor] = {}
+    replaced: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    names: list[str] = []
+    with torch.inference_mode(mode=False), torch.no_grad():
+        for owner, place, old in before:
+            new = place.holder.get(place.name)
+            if new is old or not isinstance(new, torch.Tensor):
+                continue
+            if id(old) not in kept:
+                kept[id(old)] = _filled(old, new, blank)
+                if kept[id(old)] is not old:
+                    replaced[id(old)] = old, kept[id(old)]
+                    names.append(place.name)
+            setattr(owner, place.name, kept[id(old)])  # some modules note it elsewhere too
+    if replaced:
+        for optimizer in optimizers:
+            _replace_in(optimizer, replaced)
+        _warn_of_replaced(names)
+
+
+def _filled(old: torch.Tensor, new: torch.Tensor, blank: Mapping[Memory, torch.Tensor]) -> torch.Tensor:
+    """The old tensor with the values of the new one; or another tensor, where torch cannot do that."""
+    if new.is_meta:
+        return old
+    if not old.is_meta:
+        old.copy_(new)
+        return old
+    memory = memory_of(old)
+    if memory is None or memory not in blank:
+        return _renewed(old, new)
+    blank[memory].copy_(new)
+    return _renewed(old, blank[memory])
 
 
 def _renewed(old: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
@@ -120,10 +165,14 @@ def warn_of_meta(modules: Mapping[Path, torch.nn.Module]) -> None:
 def _places(modules: Iterable[torch.nn.Module]) -> Iterator[_Place]:
     for module in modules:
         for owner in module.modules():
-            for holder in (owner._parameters, owner._buffers):  # noqa: SLF001  # as `torch.nn.Module.to` does
-                for name, tensor in list(holder.items()):
-                    if isinstance(tensor, torch.Tensor):
-                        yield _Place(holder, name)
+            yield from _places_of(owner)
+
+
+def _places_of(owner: torch.nn.Module) -> Iterator[_Place]:
+    for holder in (owner._parameters, owner._buffers):  # noqa: SLF001  # as `torch.nn.Module.to` does
+        for name, tensor in list(holder.items()):
+            if isinstance(tensor, torch.Tensor):
+                yield _Place(holder, name)
 
 
 def _like(old: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:

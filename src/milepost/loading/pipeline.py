@@ -39,7 +39,7 @@ from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, check_world, keys_of
-from milepost.loading.meta import give_memory, warn_of_meta
+from milepost.loading.meta import give_memory, same_objects, warn_of_meta
 from milepost.loading.options import LoadOptions
 from milepost.loading.overlaps import check_doubles
 from milepost.loading.private import read_private_values
@@ -337,7 +337,7 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], codec: Codec, 
     """
     match, owners = target.match, target.match.owners
     keys = {path: key for key, path in match.flat.paths.items()}
-    results, strangers = _with_memory(target, values, target.blank if strict else {})
+    results, strangers = _with_memory(target, values)
 
     def replace(value: Any, path: Path) -> Any:
         key = keys.get(path)
@@ -347,8 +347,11 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], codec: Codec, 
             return _composed(value, match.opened.get(path, value), path)
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
-            assign = any(where[: len(path)] == path for where in strangers)
-            _feed(value, state_dict, assign=assign, strict=strict or path not in owners.upgraded)
+            strict_here = strict or path not in owners.upgraded
+            if owners.upgraded.get(path) or any(where[: len(path)] == path for where in strangers):
+                _assign(value, state_dict, target, strict=strict_here)
+            else:
+                _feed(value, state_dict, strict=strict_here)
             return value
         set_versions(value, owners.versions.get(path))
         return NotImplemented
@@ -364,9 +367,7 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], codec: Codec, 
     return restore(state, replace)
 
 
-def _with_memory(
-    target: Target, values: Mapping[str, Any], blank: Mapping[Memory, torch.Tensor]
-) -> tuple[dict[str, Any], list[Path]]:
+def _with_memory(target: Target, values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Path]]:
     """Give memory to what is on the meta device. Gives the new leaves by key, and the paths of those without an owner.
 
     A tensor of a module's state dict that is none of its parameters and buffers has no owner: the module makes its
@@ -381,7 +382,7 @@ def _with_memory(
         if memory is not None:
             new[memory] = made
             where.setdefault(memory, []).append(match.flat.paths[key])
-    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), {**blank, **new})
+    used = give_memory(owners.modules.values(), parameters, owners.optimizers.values(), new)
     standing = {key: leaf for key, leaf in parameters.items() if key in target.made}
     return {**target.made, **standing, **values}, [path for memory in where.keys() - used for path in where[memory]]
 
@@ -395,15 +396,24 @@ def _merged(old: Any, new: Any) -> Any:
     if not isinstance(old, PerRank) or isinstance(new, PerRank):
         return new
     if is_stateful(old.value):
-        _feed(old.value, new, assign=False, strict=True)
+        _feed(old.value, new, strict=True)
     else:
         old.value = new
     return old
 
 
-def _feed(owner: Any, state_dict: Any, *, assign: bool, strict: bool) -> None:
+def _assign(owner: Any, state_dict: Any, target: Target, *, strict: bool) -> None:
+    """Feed a module that has tensors on the meta device which only its own code can fill."""
+    if not isinstance(owner, torch.nn.Module):
+        _feed(owner, state_dict, strict=strict)
+        return
+    with same_objects(owner, target.match.owners.optimizers.values(), target.blank):
+        load_module(owner, state_dict, assign=True, strict=strict)
+
+
+def _feed(owner: Any, state_dict: Any, *, strict: bool) -> None:
     if isinstance(owner, torch.nn.Module):
-        load_module(owner, state_dict, assign=assign, strict=strict)
+        load_module(owner, state_dict, strict=strict)
     elif isinstance(owner, torch.optim.Optimizer):
         # What it makes of the state must be fit for training, also where the caller is in inference mode.
         with torch.inference_mode(mode=False):

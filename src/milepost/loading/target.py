@@ -70,8 +70,8 @@ class Match:
 class Target:
     """A match in which every tensor has memory: `made` holds the new memory, `placements` all the reads.
 
-    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory for
-    tensors on the meta device that a module's own code fills.
+    `doubles`: what shares memory with something else, and is compared with it after the reads. `blank`: memory, not
+    set to anything, for tensors on the meta device that get what a module's own code makes of an old state.
     """
 
     match: Match
@@ -94,10 +94,11 @@ def allocate(match: Match, describer: Describer, device: torch.device | str | No
     """Give memory to what has none (tensors on the meta device, some arrays, long bytes), and plan its reads."""
     tensors = {t.key: t for t in match.manifest.tensors}
     placements, found = list(match.placements), dict(match.found)
-    made: dict[str, Any] = {}
+    made: dict[str, Any] = _views(match, device)
     for key in match.without_memory:
         saved, first = tensors[match.saved[key]], match.tied.get(key)
-        made[key] = made[first] if first else _new_memory(match.flat.leaves[key], saved, key, device)
+        if key not in made:
+            made[key] = made[first] if first else _new_memory(match.flat.leaves[key], saved, key, device)
         local = describer.describe(_memory(made[key]), key)
         found[key] = saved, local
         if not first:
@@ -109,6 +110,37 @@ def allocate(match: Match, describer: Describer, device: torch.device | str | No
             if memory is not None:
                 blank[memory] = materialise(leaf, dtype_name(leaf.dtype, show_path(path)), tuple(leaf.shape), device)
     return Target(match, tuple(placements), made, tuple(find_doubles(found, match.tied)), blank)
+
+
+def _views(match: Match, device: torch.device | str | None) -> dict[str, Any]:
+    """New memory for tensors on the meta device that are different views of one memory there: they stay such views."""
+    groups: dict[Any, dict[str, torch.Tensor]] = {}
+    for key in match.without_memory:
+        leaf = match.flat.leaves[key]
+        memory = memory_of(leaf) if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.numel() else None
+        if memory is not None and key not in match.tied:
+            storage, _, _, _, *kind = memory
+            groups.setdefault((storage, *kind), {})[key] = leaf
+    made: dict[str, Any] = {}
+    for leaves in groups.values():
+        if len(leaves) > 1:
+            made.update(_views_of_one(leaves, device))
+    return made
+
+
+def _views_of_one(leaves: Mapping[str, torch.Tensor], device: torch.device | str | None) -> dict[str, torch.Tensor]:
+    first = min(leaf.storage_offset() for leaf in leaves.values())
+    stop = max(
+        leaf.storage_offset() + 1 + sum((n - 1) * step for n, step in zip(leaf.shape, leaf.stride(), strict=True))
+        for leaf in leaves.values()
+    )
+    dtype = next(iter(leaves.values())).dtype
+    memory = torch.empty(stop - first, dtype=dtype, device=device or "cpu")
+    made = {}
+    for key, leaf in leaves.items():
+        view = memory.as_strided(leaf.shape, leaf.stride(), leaf.storage_offset() - first)
+        made[key] = torch.nn.Parameter(view, leaf.requires_grad) if isinstance(leaf, torch.nn.Parameter) else view
+    return made
 
 
 def _new_memory(leaf: Any, saved: Tensor, key: str, device: torch.device | str | None) -> Any:

@@ -483,6 +483,8 @@ def materialise(value: Any, dtype: str, shape: Shape, device: torch.device | str
         made: torch.Tensor = DTensor.from_local(
             local, value.device_mesh, value.placements, run_check=False, shape=value.shape, stride=value.stride()
         )
+    elif type(value) in _PLAIN and tuple(value.shape) == shape:
+        made = torch.empty_like(value.detach(), dtype=kind, device=device or "cpu")  # in its order (channels last)
     else:
         made = torch.empty(shape, dtype=kind, device=device or "cpu")
     if isinstance(value, torch.nn.Parameter):

@@ -78,13 +78,7 @@ def _steps(module: nn.Module) -> list[_Step]:
 
 def _plain_keys(steps: list[_Step], keys: Iterable[str]) -> dict[str, str]:
     """Each key without wrappers. All keep their names where two would get the same one."""
-    prefixes = {step.raw: step.plain for step in steps}
-    found: dict[str, str] = {}
-    for key in keys:
-        at = len(key)
-        while key[: at + 1] not in prefixes:  # the prefix of the module itself is empty
-            at = key.rfind(".", 0, at)
-        found[key] = prefixes[key[: at + 1]] + key[at + 1 :]
+    found = _reprefixed({step.raw: step.plain for step in steps}, keys)
     return found if len(set(found.values())) == len(found) else {key: key for key in found}
 
 
@@ -102,11 +96,11 @@ def module_state(module: nn.Module) -> Any:
     return _renamed(state, keys, versions)
 
 
-def modules_of(module: nn.Module) -> dict[str, nn.Module]:
-    """All modules by their names without wrappers; of a wrapper and what it wraps, the latter."""
+def modules_of(module: nn.Module, *, raw: bool = False) -> dict[str, nn.Module]:
+    """All modules by their names without wrappers, or with `raw` as in state dicts; of a wrapper, what it wraps."""
     found = dict(module.named_modules(remove_duplicate=False))
     steps = _steps(module)
-    return {step.plain[:-1]: found[step.path[:-1]] for step in steps} if steps else found
+    return {(step.raw if raw else step.plain)[:-1]: found[step.path[:-1]] for step in steps} if steps else found
 
 
 def load_module(module: nn.Module, state: Any, *, assign: bool = False, strict: bool = True) -> None:
@@ -114,10 +108,12 @@ def load_module(module: nn.Module, state: Any, *, assign: bool = False, strict: 
     steps = _steps(module)
     if steps and isinstance(state, Mapping):
         raw = _raw_keys(module, steps)
+        is_raw = _counts(raw.values(), state) > _counts(raw, state)
         versions = getattr(state, "_metadata", None)
         if versions is not None:
-            versions = {step.path[:-1]: versions[step.plain[:-1]] for step in steps if step.plain[:-1] in versions}
-        state = _renamed(state, raw if set(state) != set(raw.values()) else {}, versions)
+            names = {step.path[:-1]: (step.raw if is_raw else step.plain)[:-1] for step in steps}
+            versions = {path: versions[name] for path, name in names.items() if name in versions}
+        state = _renamed(state, {} if is_raw else {**_raw_names(steps, state), **raw}, versions)
     with _sharded(module):
         module.load_state_dict(state, assign=assign, strict=strict)
 
@@ -128,9 +124,17 @@ def named_as_saved(module: nn.Module, state: Any, saved: Collection[Any]) -> Any
     if not steps or not isinstance(state, Mapping):
         return state
     raw = _raw_keys(module, steps)
-    if sum(key in saved for key in state) >= sum(key in saved for key in raw.values()):
+    if _counts(state, saved) >= _counts(raw.values(), saved):
         return state
-    return _renamed(state, raw, None)
+    versions = getattr(state, "_metadata", None)
+    if versions is not None:
+        inner = {step.plain[:-1]: step.raw[:-1] for step in steps}  # of a wrapper and what it wraps, the latter
+        versions = {inner[name]: entry for name, entry in versions.items() if name in inner}
+    return _renamed(state, raw, versions)
+
+
+def _counts(keys: Iterable[str], there: Collection[Any]) -> int:
+    return sum(key in there for key in keys)
 
 
 def is_extra_state(key: str) -> bool:
@@ -143,6 +147,22 @@ def _raw_keys(module: nn.Module, steps: list[_Step]) -> dict[str, str]:
     with _sharded(module):
         keys = list(module.state_dict())
     return {plain: raw for raw, plain in _plain_keys(steps, keys).items()}
+
+
+def _raw_names(steps: list[_Step], keys: Iterable[str]) -> dict[str, str]:
+    """What keys without wrappers are called with them: also keys that the module does not have, or not any more."""
+    return _reprefixed({step.plain: step.raw for step in steps}, keys)  # of a wrapper and what it wraps, the latter
+
+
+def _reprefixed(prefixes: Mapping[str, str], keys: Iterable[str]) -> dict[str, str]:
+    """Each key with another prefix in place of the longest one that is known."""
+    found: dict[str, str] = {}
+    for key in keys:
+        at = len(key)
+        while key[: at + 1] not in prefixes:  # the prefix of the module itself is empty
+            at = key.rfind(".", 0, at)
+        found[key] = prefixes[key[: at + 1]] + key[at + 1 :]
+    return found
 
 
 def _renamed(state: Any, names: Mapping[str, str], versions: Any) -> Any:

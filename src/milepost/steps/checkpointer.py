@@ -35,7 +35,7 @@ from milepost.steps.options import RunKeywords, check_options, only, unknown_opt
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import METRICS, Shelf, checked_step
 from milepost.steps.storage_checkpointer import ranks_by
-from milepost.store import Location, Store, store_at
+from milepost.store import AtGeneration, Location, Store, store_at
 
 if TYPE_CHECKING:
     import torch
@@ -123,7 +123,7 @@ class Checkpointer:
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
         make_options(**self._for_saves)
         make_load_options(**self._for_loads)
-        self._shelf = Shelf(store_at(path), StepNames(names, also_read))
+        self._shelf = Shelf(_root(path), StepNames(names, also_read))
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], SaveEngine] = lambda: SaveEngine(
             background=background,
@@ -430,6 +430,13 @@ class Checkpointer:
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidRequest(f"{self!r} is closed")
+
+
+def _root(path: Location) -> Store:
+    root = store_at(path)
+    if isinstance(root, AtGeneration):
+        raise InvalidRequest(f"{root.url}: a generation belongs to one checkpoint; load that step by itself instead")
+    return root
 
 
 def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: InvalidRequest) -> NoReturn:

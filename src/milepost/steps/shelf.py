@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from milepost.commit.find import REMOVED, find, look_whole, parse
+from milepost.commit.find import REMOVED, look_whole, newest, parse
 from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import Manifest, generation_of
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
@@ -107,14 +107,14 @@ class Shelf:
             doomed = sorted(scores.keys() - kept)
             if not doomed:
                 return []
-            newest = max(kept & scores.keys())
-            fault = self._fault(newest)
+            last = max(kept & scores.keys())
+            fault = self._fault(last)
             if fault is None:
                 return [step for step in doomed if self._try_to_remove(step)]
-            if newest == saved:
+            if last == saved:
                 raise CheckpointDamaged(f"the checkpoint that was just committed is not whole: {fault}")
-            self._say_once(newest, f"does not count when old steps are removed: {fault}")
-            del scores[newest]
+            self._say_once(last, f"does not count when old steps are removed: {fault}")
+            del scores[last]
 
     def finish(self) -> None:
         """Finish the removals that were cut short. Failures are logged."""
@@ -156,7 +156,9 @@ class Shelf:
         if (step, generation) not in self._scores:
             try:
                 place = self.place(step)
-                self._scores[step, generation] = metrics_of(parse(place.url, *find(place)))
+                # Not `find`, which refuses a place where another library has saved too: its metrics are no less good.
+                number, data, _ = newest(place)
+                self._scores[step, generation] = metrics_of(parse(place.url, number, data))
             except CheckpointError as error:
                 if isinstance(error, StorageError):
                     raise

@@ -22,6 +22,8 @@ class AtGeneration:
     """
 
     def __init__(self, path: Location, generation: int) -> None:
+        if type(generation) is not int or generation < 1:
+            raise InvalidRequest(f"a generation is a whole number from 1 on, not {generation!r}")
         self.inner, self.generation = store_at(path), generation
 
     @property

@@ -4,6 +4,7 @@ The layout of every format is known before the first byte is read. So memory is 
 ranks share the work without further messages.
 """
 
+import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
@@ -13,6 +14,8 @@ import msgspec
 from milepost.checkpoint import open_checkpoint
 from milepost.comm import TIMEOUT_S, Call, Comm, calling, together
 from milepost.comm.distributed import ranks_of
+from milepost.commit.beside import indices_beside
+from milepost.commit.find import generations
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
@@ -144,7 +147,18 @@ def _foreign(
         raise InvalidRequest(f"{target} is a file; {to} makes a folder")
     if to == "dcp":
         return target, lambda: dcp_plan(*source.chosen.dcp_state(), world, str(target))
-    return target, lambda: source.chosen.hf_plan(max_shard_bytes, drop_values)
+    return target, lambda: _beside(source, target).hf_plan(max_shard_bytes, drop_values)
+
+
+def _beside(source: "_Origin", target: Path) -> "Chosen":
+    """The source of safetensors files. Raises InvalidRequest where they would lie unread beside another checkpoint."""
+    there = LocalStore(target)
+    if not source.is_at(target) and (generations(there) or indices_beside(there)):
+        raise InvalidRequest(
+            f"{target} holds a checkpoint of Milepost or of torch.distributed.checkpoint. Loads from there would go on "
+            "reading that one, not the safetensors files. Convert to another folder, or remove it first"
+        )
+    return source.chosen
 
 
 class _Origin:
@@ -156,6 +170,10 @@ class _Origin:
         self._where, self._types, self._allow_pickle = where, types, allow_pickle
         self._rename, self._transfer = rename, transfer
         self._chosen: Chosen | None = None
+
+    def is_at(self, path: Path) -> bool:
+        """Whether the source is in this folder."""
+        return os.path.realpath(store_at(self._where).url) == os.path.realpath(path)
 
     @property
     def chosen(self) -> "Chosen":
