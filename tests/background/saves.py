@@ -100,6 +100,7 @@ def spoil(value, seen=None):
     """Change everything that can be changed in place, all the way down."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
+        torch.autograd.graph.increment_version(value)  # as its own operations do; what follows goes past torch
         storage = value.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
@@ -214,6 +215,15 @@ class FailingStore(LocalStore):
             inner.abort()
             raise
         return FailingWriter(self, inner)
+
+
+class FaultyStore(LocalStore):
+    """Has a mistake in it, which shows when data is removed."""
+
+    def delete(self, name):
+        if name.startswith("data/"):
+            raise ValueError("no error of a store")
+        super().delete(name)
 
 
 class FailingWriter:
