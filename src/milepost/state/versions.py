@@ -26,6 +26,10 @@ class Versions:
             if counts(part.data)
         ]
 
+    def keep(self, counts: Callable[[torch.Tensor], bool]) -> None:
+        """Forget the tensors that no longer count."""
+        self._seen = [one for one in self._seen if counts(one[1])]
+
     def check(self) -> None:
         """Raises InvalidState, with the keys, if any of them changed."""
         changed = sorted({key for key, data, version in self._seen if _version(data) != version})
