@@ -183,7 +183,7 @@ def test_tensors_inside_of_vmap_are_refused_by_name(tmp_path):
     milepost.save({"whole": torch.ones(3)}, tmp_path / "a")
 
     def inside(x):
-        with pytest.raises(milepost.InvalidState, match="'x' is a tensor inside of torch.func"):
+        with pytest.raises(milepost.InvalidState, match=r"'x' is a tensor inside of torch\.func"):
             milepost.save({"x": x}, tmp_path / "b")
         target = torch.zeros(3)
         milepost.load({"whole": target}, tmp_path / "a")

@@ -100,11 +100,12 @@ def spoil(value, seen=None):
     """Change everything that can be changed in place, all the way down."""
     seen = set() if seen is None else seen
     if isinstance(value, torch.Tensor):
-        torch.autograd.graph.increment_version(value)  # as its own operations do; what follows goes past torch
         storage = value.untyped_storage()
         if storage.nbytes() and storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             torch.empty(0, dtype=torch.uint8).set_(storage).bitwise_not_()
+        if not value.is_inference():
+            torch.autograd.graph.increment_version(value)  # as every change in place does that torch sees
     elif isinstance(value, np.ndarray):
         if value.flags.writeable:
             value.fill(0)

@@ -1,5 +1,6 @@
 """After ranks lost each other, the same call at the same place works: the ranks join again."""
 
+import contextlib
 import threading
 import time
 
@@ -168,6 +169,38 @@ def test_ranks_with_other_arguments_are_told_on_all_ranks_at_once(tmp_path, odd,
         assert all("Do all ranks make the same calls" in text for text in texts)
     else:
         assert all(f"rank {odd}" in texts[rank] for rank in range(WORLD) if rank != odd)
+
+
+def test_late_rank_still_hears_the_end_of_the_call_before():
+    """It was in time for that: its outcome is not replaced by the verdict on the next call."""
+    board, heard, slept = MemoryBoard(), {}, threading.Event()
+
+    class Slow(MemoryBoard):
+        """The board as rank 1 sees it: it falls asleep before it reads the outcome of its first meeting."""
+
+        def read(self, names, timeout_s):
+            if names == ["1/all"] and timeout_s and not slept.is_set():
+                slept.set()
+                time.sleep(LATE_S)
+            return board.read(names, timeout_s)
+
+        def __getattribute__(self, name):
+            own = ("read", "__class__")
+            return object.__getattribute__(self, name) if name in own else getattr(board, name)
+
+    def work(rank):
+        comm = BoardComm(Slow() if rank == 1 else board, rank, 2, TIMEOUT_S)
+        for number in (1, 2):
+            with contextlib.suppress(milepost.RanksMissing):
+                together(comm, Call("saving to", "here"), f"step {number}", bytes)
+                heard.setdefault(rank, []).append(number)
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert heard == {0: [1], 1: [1]}
 
 
 def join_all(board, versions=(None, None), stale=None, timeout_s=5.0):

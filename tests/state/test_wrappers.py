@@ -80,7 +80,7 @@ def test_a_module_loads_however_it_is_wrapped(saved, target):
     other, private = HERE[target](new), HERE[target](model(3))
     milepost.load({"m": other, "own": milepost.PerRank(private)}, store)
     for inner in (other, private):
-        found = list(inner.state_dict().values())
+        found = [value.cpu() for value in inner.state_dict().values()]  # DataParallel puts them on a GPU
         assert all(map(torch.equal, found, model(1).state_dict().values()))
 
 

@@ -203,12 +203,10 @@ def test_absent_rank_is_named_within_the_deadline(gone):
 class Lone(BoardComm):
     """A rank whose peers made their guards, and are never heard of again."""
 
-    def secondary(self, purpose):
-        del purpose
+    def secondary(self, _):
         return self
 
-    def meet(self, phase, payload, decide):
-        del phase
+    def meet(self, _, payload, decide):
         return decide([payload])
 
 

@@ -285,8 +285,9 @@ class BoardComm:
         self._pin_outcome(number, outcome)
         if outcome.missing:
             self._channel.give_up(outcome)
-            # Also over what was announced in this call, so that a late rank does not take part alone.
-            for old in earlier:
+            # Also over what was announced in this call, so that a late rank does not take part alone. Not over the end
+            # of the call before: a rank that has not read that yet was in time for it.
+            for old in set(earlier) & self._channel.phases.keys():
                 self._board.pin(f"{old}/all", outcome.pack())
         elif not outcome.apart:
             # Every rank has pinned this number, so every rank has read the numbers before it. The ranks remove their

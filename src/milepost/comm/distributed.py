@@ -188,7 +188,7 @@ def _meeting_place(group: dist.ProcessGroup, rank: int, size: int) -> tuple[Torc
     """
     if group not in _places:
         board = TorchBoard(group.get_group_store(), size)
-        _places[group] = board, Channel(board, rank, size, fresh=False)
+        _places.setdefault(group, (board, Channel(board, rank, size, fresh=False)))
     return _places[group]
 
 

@@ -9,7 +9,7 @@ extra state of modules. An object is asked for the tensors that it has only wher
 import platform
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache, cached_property, partial
 from pathlib import Path as File
 from typing import Any
@@ -25,8 +25,9 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
-from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState
+from milepost.errors import CheckpointDamaged, InvalidState
 from milepost.loading.report import RankMatch, bits_of
+from milepost.loading.saved_tree import find_branch, leaves_of, lookup, name_of, named_like, spellings
 from milepost.loading.target import Match, Owners, has_no_memory, placements_for
 from milepost.state.composite import is_composite, kind_of
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
@@ -131,13 +132,13 @@ class Matcher:
         if flat.nodes == self._manifest.tree:  # as for most loads
             self._saved = {key: key for key in flat.leaves}
             return
-        exact, plain = _spellings(self._root, self._codec)
+        exact, plain = spellings(self._root, self._codec)
         for key, path in flat.paths.items():
             self._saved[key] = exact.get(exact_path(path), plain.get(show_path(path), NOWHERE))
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
-        branch = _find(self._root, path, self._codec)
+        branch = find_branch(self._root, path, self._codec)
         if is_composite(value):
             return self._open_composite(value, state_dict_of(value, path), branch, path)
         if isinstance(value, torch.nn.Module):
@@ -150,7 +151,7 @@ class Matcher:
         current = state_dict_of(value, path) if self._is_asked(value, branch) else None
 
         def leaf(node: Node, inner: Path) -> Any:
-            existing = _lookup(current, inner[len(path) :])
+            existing = lookup(current, inner[len(path) :])
             if node.kind == "tensor":
                 return self._tensor_target(value, existing, self._tensors[node.key], inner[len(path) :])
             if node.kind == "per_rank":
@@ -159,13 +160,13 @@ class Matcher:
 
         compose = self._composer(current, path)
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
-        return built if self._manifest.format == FORMAT else _named_like(current, built)
+        return built if self._manifest.format == FORMAT else named_like(current, built)
 
     def _composer(self, current: Any, path: Path) -> Callable[[Parts, Path], Any]:
         """Notes which tensor of a state dict the parts of a saved one are for."""
 
         def note(parts: Parts, inner: Path) -> Parts:
-            existing = _lookup(current, inner[len(path) :])
+            existing = lookup(current, inner[len(path) :])
             parts.like = existing if is_composite(existing) and kind_of(existing) == parts.kind else None
             return parts
 
@@ -207,7 +208,7 @@ class Matcher:
         """
 
         def leaf(node: Node, inner: Path) -> Any:
-            existing = _lookup(current, inner[len(path) :])
+            existing = lookup(current, inner[len(path) :])
             if node.kind == "per_rank":
                 return existing if isinstance(existing, PerRank) else PerRank(None)
             if node.kind == "value" or self._tensors[node.key].is_bytes:
@@ -222,7 +223,7 @@ class Matcher:
         if like is not None:
             compose = partial(_note_like, like)
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
-        return built if self._manifest.format == FORMAT else _named_like(current, built)
+        return built if self._manifest.format == FORMAT else named_like(current, built)
 
     def _open_unsaved(self, value: Any, path: Path) -> Any:
         """A stateful object of which nothing was saved: it is left as it is. An optimizer is asked for its keys."""
@@ -241,7 +242,7 @@ class Matcher:
         """
         if isinstance(value, torch.optim.Optimizer):
             return True
-        leaves = list(_leaves(branch))
+        leaves = list(leaves_of(branch))
         tensors = [self._tensors[node.key] for node in leaves if node.kind == "tensor"]
         if any(not isinstance(self._manifest.layout_of(tensor), Whole) for tensor in tensors):
             return self._manifest.format == FORMAT or not _is_iterable(value)
@@ -331,7 +332,7 @@ class Matcher:
         return placements
 
     def _miss(self, key: str, path: Path, leaf: Any) -> None:
-        branch = _find(self._root, path, self._codec) if self._has_composites else None
+        branch = find_branch(self._root, path, self._codec) if self._has_composites else None
         kind, _, detail = branch.node.kind.partition(":") if branch is not None else ("", "", "")
         if kind == "composite":
             self._kinds[key] = f"saved as the parts of a {detail} tensor and the target is a {type(leaf).__name__}"
@@ -403,7 +404,7 @@ class Matcher:
                 found[path] = branch.node.versions
             for i, child in enumerate(branch.children):
                 if child.children:
-                    pending.append((child, (*path, _name_of(branch, i, self._codec))))
+                    pending.append((child, (*path, name_of(branch, i, self._codec))))
         return found
 
 
@@ -422,55 +423,6 @@ def keys_of(manifest: Manifest) -> list[str]:
     return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
 
 
-def _spellings(root: Branch, codec: Codec) -> tuple[dict[str, str], dict[str, str]]:
-    """The saved keys by the exact spelling of their paths, and by the plain one where only one path reads so."""
-    exact: dict[str, str] = {}
-    plain: dict[str, list[str]] = {}
-
-    def leaf(node: Node, path: Path) -> None:
-        exact[exact_path(path)] = node.key
-        plain.setdefault(show_path(path), []).append(node.key)
-
-    try:
-        build(root, lambda name: codec.decode(name, "a key"), leaf)
-    except ValueError as error:
-        raise (
-            error if isinstance(error, CheckpointError) else CheckpointDamaged(f"the tree is not valid: {error}")
-        ) from None
-    return exact, {text: keys[0] for text, keys in plain.items() if len(keys) == 1}
-
-
-def _find(root: Branch, path: Path, codec: Codec) -> Branch | None:
-    """The branch of a saved tree that stands at `path`."""
-    here = root
-    for part in path:
-        following = None
-        for i, child in enumerate(here.children):
-            name = _name_of(here, i, codec)
-            if name == part and type(name) is type(part):
-                following = child
-                break
-        if following is None:
-            return None
-        here = following
-    return here
-
-
-def _name_of(branch: Branch, i: int, codec: Codec) -> Any:
-    """The step from a container to its i-th child."""
-    name = branch.children[i].node.name
-    if branch.node.kind in ("list", "tuple"):
-        return i
-    return name if branch.node.kind.startswith("namedtuple") else codec.decode(name, "a key")
-
-
-def _leaves(branch: Branch) -> Iterator[Node]:
-    if branch.node.kind in LEAVES:
-        yield branch.node
-    for child in branch.children:
-        yield from _leaves(child)
-
-
 def _upgrades(module: torch.nn.Module) -> bool:
     """Whether a module has code that can change a state dict before it is loaded."""
     own = type(module)._load_from_state_dict is not torch.nn.Module._load_from_state_dict  # noqa: SLF001
@@ -481,28 +433,10 @@ def _is_iterable(value: Any) -> bool:
     return hasattr(type(value), "__iter__") or hasattr(type(value), "__next__")
 
 
-def _named_like(current: Any, built: Any) -> Any:
-    """A state dict with the keys of the current one where they read the same: DCP makes text of all keys."""
-    if not isinstance(current, Mapping) or not isinstance(built, dict):
-        return built
-    names = {str(name): name for name in current}
-    return {names.get(name, name): _named_like(current.get(names.get(name, name)), v) for name, v in built.items()}
-
-
 def _note_like(like: Any, parts: Parts, path: Path) -> Parts:
     del path
     parts.like = like
     return parts
-
-
-def _lookup(state: Any, path: Path) -> Any:
-    """What stands at `path` in a state dict, or None."""
-    for part in path:
-        try:
-            state = getattr(state, str(part)) if hasattr(state, "_fields") else state[part]
-        except (KeyError, IndexError, TypeError, AttributeError):
-            return None
-    return state
 
 
 def _parameter(optimizer: torch.optim.Optimizer, path: Path) -> torch.Tensor | None:

@@ -172,7 +172,10 @@ def composed_or_parts(parts: Parts, codec: Codec, key: str) -> Any:
 
 
 def _coo(parts: Parts) -> torch.Tensor:
-    made = torch.sparse_coo_tensor(parts["indices"], parts["values"], parts["shape"], check_invariants=True)
+    values = parts["values"]
+    made = torch.sparse_coo_tensor(
+        parts["indices"], values, parts["shape"], dtype=values.dtype, device=values.device, check_invariants=True
+    )
     if parts["is_coalesced"]:
         again = made.coalesce()
         if not torch.equal(again.indices(), parts["indices"]):
@@ -183,8 +186,16 @@ def _coo(parts: Parts) -> torch.Tensor:
 
 def _compressed(parts: Parts) -> torch.Tensor:
     layout, compressed, plain = _LAYOUTS[parts.kind]
+    values = parts["values"]
     return torch.sparse_compressed_tensor(
-        parts[compressed], parts[plain], parts["values"], parts["shape"], layout=layout, check_invariants=True
+        parts[compressed],
+        parts[plain],
+        values,
+        parts["shape"],
+        layout=layout,
+        dtype=values.dtype,
+        device=values.device,
+        check_invariants=True,
     )
 
 

@@ -110,6 +110,7 @@ class TroubledComm:
 
     def begin(self) -> bool:
         """Begin a call; False within another one."""
+        self._silent = False
         return self._inner.begin()
 
     def end(self) -> None:
