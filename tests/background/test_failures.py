@@ -168,7 +168,7 @@ def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path, monkeypatc
 
 @pytest.mark.slow
 def test_processes_that_lost_each_other_are_started_again(tmp_path):
-    """An error between two steps. A trainer that writes in the stead of its process must find the others' afterwards."""
+    """After an error between two steps. A trainer that then writes in its stead must find the others."""
     team = Team("process", 2)
 
     def save(saver, rank, cut, store):

@@ -137,7 +137,7 @@ class Staging:
         return self.at_return if self.way == "device" else self.done
 
     def _is_read_here(self) -> Callable[[torch.Tensor], bool]:
-        """Which tensors are read from where they are: neither they nor others of the same memory were copied on a GPU."""
+        """Which tensors are read from where they are: no tensor of the same memory was copied on a GPU."""
         cloned = {slot.offset for data, slot in self._packed.sources if id(data) in self._clones}
 
         def is_read(data: torch.Tensor) -> bool:
