@@ -218,6 +218,15 @@ class FailingStore(LocalStore):
         return FailingWriter(self, inner)
 
 
+class FaultyStore(LocalStore):
+    """Has a mistake in it, which shows when data is removed."""
+
+    def delete(self, name):
+        if name.startswith("data/"):
+            raise ValueError("no error of a store")
+        super().delete(name)
+
+
 class FailingWriter:
     def __init__(self, store, inner):
         self.store, self.inner = store, inner

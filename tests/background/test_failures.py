@@ -5,13 +5,24 @@ import errno
 import os
 import signal
 import subprocess
+import threading
 import time
 
 import pytest
 import torch
 
 import milepost
-from tests.background.saves import PROMPT_S, TIMEOUT_S, FailingStore, Team, files_in, limited, shared_state, spoil
+from tests.background.saves import (
+    PROMPT_S,
+    TIMEOUT_S,
+    FailingStore,
+    FaultyStore,
+    Team,
+    files_in,
+    limited,
+    shared_state,
+    spoil,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf")  # torch's own, the first time that it meets complex32
 
@@ -126,15 +137,55 @@ def test_a_process_that_cannot_be_started_is_told_to_all_ranks_at_once(tmp_path,
 
 
 @pytest.mark.slow
-def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path):
-    """Once the others waited for it as long as for a rank that is slow."""
+def test_process_death_between_saves_is_raised_on_all_ranks(tmp_path, monkeypatch):
+    """Once the others waited for it as long as for a rank that is slow. Once they could not read what it left."""
     team = Team("process", 2)
     team.run(lambda saver, rank: saver.save({"t": torch.ones(2)}, tmp_path).result(TIMEOUT_S))
-    os.kill(team.savers[1]._engine.processes.writers.link.pid, signal.SIGKILL)
+    first, second = (saver._engine.processes.writers.link for saver in team.savers)
+    os.kill(second.pid, signal.SIGKILL)
     time.sleep(0.2)
-    errors = team.run(lambda saver, rank: saver.save({"t": torch.zeros(2)}, tmp_path).exception(TIMEOUT_S))
-    assert all(isinstance(error, milepost.WriterDied) for error in errors)
+    left, hand_over = threading.Event(), first.hand_over
+
+    def hand_over_late(order):
+        assert left.wait(PROMPT_S)
+        hand_over(order)  # now its process finds all that rank 1 left for it
+
+    monkeypatch.setattr(first, "hand_over", hand_over_late)
+
+    def fail(saver, rank):
+        error = saver.save({"t": torch.zeros(2)}, tmp_path).exception(TIMEOUT_S)
+        if rank == 1:
+            left.set()
+        return error
+
+    errors = team.run(fail)
+    assert all(isinstance(error, milepost.WriterDied) for error in errors), errors
     assert milepost.open(tmp_path)["t"].read().tolist() == [1, 1]
+    team.run(lambda saver, rank: saver.save({"t": torch.zeros(2)}, tmp_path).result(TIMEOUT_S))
+    assert milepost.open(tmp_path)["t"].read().tolist() == [0, 0]
+    team.close()
+
+
+@pytest.mark.slow
+def test_processes_that_lost_each_other_are_started_again(tmp_path):
+    """After an error between two steps. A trainer that then writes in its stead must find the others."""
+    team = Team("process", 2)
+
+    def save(saver, rank, cut, store):
+        parts = {(0,): torch.ones(cut), (cut,): torch.full((5 - cut,), 2.0)} if rank == 1 else {}
+        state = {"t": milepost.Sharded((5,), parts, torch.float32), "big": torch.arange(9000.0)}
+        return saver.save(state, store).exception(TIMEOUT_S)
+
+    assert team.run(lambda saver, rank: save(saver, rank, 2, tmp_path)) == [None, None]
+    errors = team.run(lambda saver, rank: save(saver, rank, 3, FaultyStore(tmp_path)))
+    assert all("no error of a store" in str(error) for error in errors), errors
+
+    def again(saver, rank):
+        with limited(saver, 0) if rank == 1 else contextlib.nullcontext():
+            return save(saver, rank, 3, tmp_path)
+
+    assert team.run(again) == [None, None]
+    assert milepost.open(tmp_path)["t"].read().tolist() == [1, 1, 1, 2, 2]
     team.close()
 
 

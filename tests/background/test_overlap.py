@@ -85,7 +85,8 @@ def test_only_what_the_optimizer_owns_is_copied_after_the_call(tmp_path, monkeyp
     """The rest may change at once: so it is copied before the call returns, even if the optimizer's takes long."""
     model, optimizer, _ = trained()
     optimizer.param_groups[0]["lr"] = rate = torch.tensor(0.25)
-    state = {"model": model, "optim": optimizer, "ema": torch.ones(5), "np": np.ones(3)}
+    ema = torch.ones(5)
+    state = {"model": model, "optim": optimizer, "ema": ema, "tied": ema.detach(), "empty": ema[:0], "np": np.ones(3)}
     expected = saved_now(state, tmp_path / "now")
     go, calls = threading.Event(), []
     copy = Copier.copy
@@ -108,3 +109,18 @@ def test_only_what_the_optimizer_owns_is_copied_after_the_call(tmp_path, monkeyp
     assert later == 5 + 5 * 3, "the parameters, of which two are one, and what AdamW keeps for each"
     assert now > 0
     assert content(tmp_path / "later") == expected
+
+
+def test_tied_tensors_may_change_once_one_is_copied_on_the_device(tmp_path, monkeypatch):
+    """They are copied there once, under one of their names. Here the host's memory stands for that of the device."""
+    monkeypatch.setattr(snapshot, "_is_on_gpu", lambda _: True)
+    monkeypatch.setattr(snapshot, "_chosen", lambda *_: "device")
+    monkeypatch.setattr(snapshot, "clone_on_devices", lambda tensors: [tensor.clone() for tensor in tensors])
+    weight, go, copy = torch.ones(5), threading.Event(), Copier.copy
+    monkeypatch.setattr(Copier, "copy", lambda *args: go.wait(TIMEOUT_S) and copy(*args))
+    with milepost.AsyncSaver() as saver:
+        pending = saver.save({"up": weight.detach(), "down": weight.detach()}, tmp_path)
+        weight.fill_(7.0)
+        go.set()
+        pending.result(TIMEOUT_S)
+    assert milepost.open(tmp_path)["down"].read().tolist() == [1.0] * 5

@@ -316,11 +316,13 @@ def test_a_posted_note_is_seen_by_all_without_a_meeting():
     assert Solo().look(["2"], 10.0) == [None]
 
 
-@pytest.mark.parametrize("gone", [0, 1, 2])
-def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone):
+@pytest.mark.parametrize(("gone", "counted"), [(0, False), (1, False), (2, False), (2, True)])
+def test_a_rank_that_is_gone_is_named_in_the_next_call_whatever_that_is(gone, counted):
     def work(comm):
         together(comm, CALL, "before", bytes)
         if comm.rank == gone:
+            if counted:  # killed on its way to a meeting
+                comm._board.count(f"count/{gone}", 2)
             depart(comm, ValueError("my trainer died"))
             return "gone"
 

@@ -7,7 +7,7 @@ from functools import partial
 from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Staging
 from milepost.background.ticket import Permit
-from milepost.comm import Call, Comm, Deferred, together
+from milepost.comm import Call, Comm, Deferred, note_parting, together
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt, save_state
@@ -39,9 +39,10 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
         staging = save.staging.get()
 
         def let_go() -> None:
-            if not staging.done.is_set():  # it is called again at the end, when the caller may have changed the state
-                staging.check_unchanged()
-                staging.release()
+            if staging.done.is_set():
+                return  # the caller has gone on, and may change the state
+            staging.check_unchanged()
+            staging.release()
             save.permit.wait()  # the caller goes on now, and allows the commit; or has left
 
         staging.copy(save.permit.check)
@@ -67,7 +68,12 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
     staging = save.staging.result
     if staging is None or not staging.fits():  # the copy may have failed just now
         # The process cannot see memory that was not copied. So this thread writes, and meets the other processes.
-        return write_by_thread(save, processes.started().comm)
+        comm = processes.started().comm
+        try:
+            return write_by_thread(save, comm)
+        except BaseException as error:
+            note_parting(comm, error)
+            raise
     if processes.writers is None:
         staging.release()  # starting them takes seconds
     writers = processes.started()

@@ -16,6 +16,7 @@ from milepost.comm.together import (
     is_undecided,
     leave_undecided,
     meet,
+    note_parting,
     together,
 )
 
@@ -41,5 +42,6 @@ __all__ = [
     "leave_undecided",
     "mark_told",
     "meet",
+    "note_parting",
     "together",
 ]

@@ -66,6 +66,11 @@ class BoardComm:
         return self._coordinator
 
     @property
+    def joined(self) -> bool:
+        """Whether the ranks meet where they met before. If not, they join before the next call."""
+        return self._channel.joined
+
+    @property
     def _board(self) -> Board:
         return self._channel.board
 
@@ -152,9 +157,13 @@ class BoardComm:
             self._part(Outcome(LEFT, payload, apart=True, calls=calls), number)
 
     def depart(self, payload: bytes) -> None:
-        """Leave this payload for the next call, whatever the call is: this rank has ended."""
+        """Leave this payload for the next call, whatever the call is: this rank has ended.
+
+        It may have ended between counting a meeting and coming to it. So its note is in that one too.
+        """
         if self._channel.joined:
-            self._part(Outcome(GONE, payload, apart=True), self._board.count(f"count/{self._rank}", 0) + 1)
+            first = self._board.count(f"count/{self._rank}", 0) + int(self._decides)
+            self._part(Outcome(GONE, payload, apart=True), first)
 
     def _part(self, outcome: Outcome, first: int) -> None:
         """Pin an outcome of this rank alone to all meetings, from this one on, that the others may still come to."""

@@ -211,6 +211,13 @@ def depart(comm: BoardComm, error: BaseException) -> None:
     comm.depart(_parting(comm, failure_of(error)))
 
 
+def note_parting(comm: Comm, error: BaseException) -> None:
+    """Note of an error that left a call whether the ranks lost each other by it, and join before their next call."""
+    if isinstance(comm, BoardComm) and not comm.joined:
+        with contextlib.suppress(AttributeError):  # an exception with slots
+            error.ranks_apart = True  # type: ignore[attr-defined]
+
+
 def note_bytes(note: bytes) -> int:
     """How many bytes a rank sends for a note of a meeting, without the six that say at which step it is."""
     return len(_REPORTS.pack(_Report(note)))

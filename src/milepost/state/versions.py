@@ -1,6 +1,6 @@
 """Notices that tensors change in place while they are saved."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
@@ -26,12 +26,9 @@ class Versions:
             if counts(part.data)
         ]
 
-    def settle(self, copied: Collection[int]) -> None:
-        """Check those with these ids, which have been copied, and let them change from now on."""
-        seen = self._seen
-        self._seen = [one for one in seen if id(one[1]) in copied]
-        self.check()
-        self._seen = [one for one in seen if id(one[1]) not in copied]
+    def keep(self, counts: Callable[[torch.Tensor], bool]) -> None:
+        """Forget the tensors that no longer count."""
+        self._seen = [one for one in self._seen if counts(one[1])]
 
     def check(self) -> None:
         """Raises InvalidState, with the keys, if any of them changed."""

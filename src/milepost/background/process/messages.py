@@ -10,8 +10,10 @@ from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 
-LEFT = "milepost/left"
-"""The counter, in the store at which the processes meet, of those that have finished with the store."""
+FINISHED = "writers/finished"
+"""The counter, in the store at which the processes meet, of those that have finished with the store.
+
+Its name is none that a board has there: those begin otherwise."""
 
 
 @dataclass(frozen=True, slots=True)

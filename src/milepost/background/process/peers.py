@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from milepost.background.process.client import Link
-from milepost.background.process.messages import LEFT, Order, Ranks
+from milepost.background.process.messages import FINISHED, Order, Ranks
 from milepost.comm import Announcement, BoardComm, Call, Comm, broadcast, depart, together
 from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
@@ -87,7 +87,7 @@ class Writers:
             if isinstance(self.comm, BoardComm) and not error.failures:  # with failures, it is another rank's error
                 with contextlib.suppress(Exception):  # the place where they meet may have been in that process
                     depart(self.comm, error)
-                    self._store.add(LEFT, 1)
+                    self._store.add(FINISHED, 1)
             raise
 
     def close(self, broken: BaseException | None = None) -> None:
@@ -97,7 +97,7 @@ class Writers:
 
 def is_broken(error: BaseException) -> bool:
     """Whether the writing processes must be started again after this error. The same on every rank."""
+    if getattr(error, "ranks_apart", False):
+        return True
     kinds = {failure.kind for failure in getattr(error, "failures", {}).values()} | {type(error).__name__}
-    if not isinstance(error, CheckpointError):
-        return False
-    return error.ranks_apart or bool(kinds & {"WriterDied", "RanksMissing"})
+    return isinstance(error, CheckpointError) and bool(kinds & {"WriterDied", "RanksMissing"})

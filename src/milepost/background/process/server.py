@@ -25,7 +25,7 @@ from typing import Any, NoReturn, cast
 import torch
 
 from milepost.background.process.messages import (
-    LEFT,
+    FINISHED,
     Cancel,
     Ended,
     GivenUp,
@@ -37,7 +37,7 @@ from milepost.background.process.messages import (
     pack_error,
 )
 from milepost.background.staging.packing import in_place_of
-from milepost.comm import BoardComm, Comm, Solo, depart
+from milepost.comm import BoardComm, Comm, Solo, depart, note_parting
 from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
 from milepost.data.threads import Latch
@@ -155,6 +155,7 @@ class WriterProcess:
             try:
                 receipt = self._saved(order)
             except BaseException as error:  # noqa: BLE001  # sent to the trainer
+                note_parting(self._comm, error)
                 failed = pack_error(error)
                 if os.getppid() != self._trainer:
                     _log.error("the save to %s failed after its trainer had died: %s", order.url, error)
@@ -195,11 +196,11 @@ class WriterProcess:
         with contextlib.suppress(Exception):
             if reason is not None:
                 depart(self._comm, WriterDied(reason))
-            left = self._store.add(LEFT, 1)
+            left = self._store.add(FINISHED, 1)
             deadline = time.monotonic() + _FAREWELL_S
             while self._server is not None and left < self._comm.size and time.monotonic() < deadline:
                 time.sleep(0.05)
-                left = self._store.add(LEFT, 0)
+                left = self._store.add(FINISHED, 0)
 
 
 def _store_of(order: Order) -> Store:

@@ -126,15 +126,31 @@ class Staging:
             except torch.OutOfMemoryError:
                 self.way = "overlap" if owned else "host"
         self._moment = Moment(on_gpu)
-        self._versions = Versions(described.tensors, lambda data: id(data) not in self._clones)
+        self._versions = Versions(described.tensors, self._is_read_here())
         self._may_wait = self._rule(owned)
         if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
-            self.at_return.set()
+            self._let_return()
 
     @property
     def unread(self) -> Latch:
         """Set when the state is no longer read: if it was copied on the GPU, long before `done`."""
         return self.at_return if self.way == "device" else self.done
+
+    def _is_read_here(self) -> Callable[[torch.Tensor], bool]:
+        """Which tensors are read from where they are: no tensor of the same memory was copied on a GPU."""
+        cloned = {slot.offset for data, slot in self._packed.sources if id(data) in self._clones}
+
+        def is_read(data: torch.Tensor) -> bool:
+            slot = self._packed.slots.get(id(data))
+            return id(data) not in self._clones and (slot is None or slot.offset not in cloned)
+
+        return is_read
+
+    def _let_return(self) -> None:
+        """Let the caller go on. From here on it may change all but what is copied later."""
+        self.check_unchanged()
+        self._versions.keep(self._may_wait)
+        self.at_return.set()
 
     def _rule(self, owned: Owned | None) -> Callable[[torch.Tensor], bool]:
         """Which tensors may be copied after the caller went on."""
@@ -167,10 +183,8 @@ class Staging:
             copy = Copy(self._clones.get(id(data), data), target)
             (later if self._may_wait(data) else now).append(copy)
         self._stager.copier.copy(now, self._moment, check)
-        # Before the caller goes on: what is copied may change then, while the rest is still copied.
-        self._versions.settle({id(copy.source) for copy in now})
-        if (later or self._packed.left_out) and self._rest_may_wait():
-            self.at_return.set()
+        if (later or self._packed.left_out) and self._rest_may_wait() and not self.at_return.is_set():
+            self._let_return()
         self._stager.copier.copy(later, self._moment, check)
         self.check_unchanged()
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
