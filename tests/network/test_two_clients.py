@@ -143,6 +143,7 @@ def test_reader_on_another_client_finds_a_checkpoint_at_all_times(network):
     def keep_saving():
         for number in range(1, 40):
             milepost.save(state(number), one)
+            time.sleep(0.02)
 
     def look():
         with milepost.open(other) as checkpoint:

@@ -198,6 +198,19 @@ def look_whole(place: Store) -> Manifest:
     return manifest
 
 
+def lacks_files(place: Store) -> bool:
+    """Whether a checkpoint has no manifest, or one whose files are not all there: as after, and during, a removal."""
+    generation = newest_generation(place)
+    data = read_manifest(place, generation) if generation else None
+    if data is None:
+        return True
+    try:
+        manifest = parse(place.url, generation, data)
+    except CheckpointError:
+        return False
+    return not all(can_be_opened(place, manifest.file_name(file.rank)) for file in manifest.files)
+
+
 def _look_at_files(place: Store, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
 

@@ -20,7 +20,6 @@ from milepost.background.staging import Way
 from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
 from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, mark_told, meet, together
-from milepost.commit.find import is_committed, patiently
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values, items_of
 from milepost.core.wire import Wire
@@ -296,7 +295,7 @@ class Checkpointer:
             wrong = wrong or wrong_values({"verify_first": verify_first})
             planner = planner if planner is not None else self._load_planner
             wish = bool(given.get("allow_missing") if verify_first is None else verify_first)
-            skipped: dict[int, CheckpointError] = {}
+            skipped: dict[int, str] = {}
             while True:
                 chosen = self._choose(comm, step, skipped, wish)
                 if wrong is not None:
@@ -314,31 +313,25 @@ class Checkpointer:
                 except CheckpointError as error:
                     if step is not None or not _allows_another(error):
                         raise
-                    skipped[chosen.step] = error
+                    skipped[chosen.step] = str(error)
                     if comm.rank == comm.coordinator:
                         _log.warning("skipping %s: %s", place.url, error)
                 else:
                     return chosen.step
 
-    def _choose(
-        self, comm: Comm, step: int | None, skipped: Mapping[int, CheckpointError], verify_first: bool
-    ) -> "_RestoreChoice":
+    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_RestoreChoice":
         """The coordinator's choice, on every rank: the newest step that was not tried yet."""
 
         def choose() -> _RestoreChoice:
-            # Listings may be old: a step is looked for by its name, too, and steps that are gone have newer ones.
-            there = self._shelf.steps()
-            if step is not None and step not in there and not is_committed(self._shelf.place(step), 1):
-                shown = ", ".join(map(str, there[-10:])) or "none"
+            if step is not None and not self._shelf.is_there(step):
+                shown = ", ".join(map(str, self._shelf.steps()[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
-            left = [s for s in there if s not in skipped] if step is None else [step]
-            if not left and any("CheckpointNotFound" in _kinds(error) for error in skipped.values()):
-                left = patiently(lambda: [s for s in self._shelf.steps() if s not in skipped])
+            left = self._shelf.untried(skipped) if step is None else [step]
             return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
-    def _nothing(self, skipped: Mapping[int, CheckpointError], default: int | None) -> int:
+    def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
         if skipped:
             reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
             raise mark_told(
@@ -472,11 +465,8 @@ def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None)
 
 def _allows_another(error: CheckpointError) -> bool:
     """Whether all that went wrong, on all ranks, is that this checkpoint is damaged or gone. The same on every rank."""
-    return _kinds(error) <= _ANOTHER
-
-
-def _kinds(error: CheckpointError) -> set[str]:
-    return {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    return kinds <= _ANOTHER
 
 
 def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:

@@ -7,11 +7,11 @@ old steps are removed, and are never removed by a rule.
 import logging
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from milepost.commit.find import REMOVED, find, look_whole, parse
+from milepost.commit.find import REMOVED, find, is_committed, lacks_files, look_whole, parse, patiently
 from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import Manifest, generation_of
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
@@ -54,6 +54,27 @@ class Shelf:
         """The steps that are committed, and those of other programs, oldest first. Looks at names only."""
         committed = self._committed()
         return sorted(committed.keys() | self._foreign(committed).keys())
+
+    def is_there(self, step: int) -> bool:
+        """Whether this step is committed. The listing of the root may be old, so it is looked for by its name, too."""
+        return step in self.steps() or is_committed(self.place(step), 1)
+
+    def untried(self, skipped: Collection[int]) -> list[int]:
+        """The steps other than these, oldest first.
+
+        If none is left, and one of these is going or gone, then the listing may be old: there must be newer steps, and
+        it is given some time to show them.
+        """
+
+        def look() -> list[int]:
+            return [step for step in self.steps() if step not in skipped]
+
+        return look() or (patiently(look) if any(map(self._is_going, skipped)) else [])
+
+    def _is_going(self, step: int) -> bool:
+        """Whether a step of ours is not there any more, or not all of its files are."""
+        committed = self._committed()
+        return (step in committed or step not in self._foreign(committed)) and lacks_files(self.place(step))
 
     def folder_of(self, step: int) -> str:
         """The name under the root where a step is read from. Where both exist, ours counts, not another program's.
