@@ -7,7 +7,7 @@ old steps are removed, and are never removed by a rule.
 import logging
 import operator
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
@@ -17,7 +17,7 @@ from milepost.core.manifest import Manifest, generation_of
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
 from milepost.formats.read.recognise import looks_foreign
 from milepost.state.values import Codec
-from milepost.steps.names import StepNames, names_in
+from milepost.steps.names import StepNames, is_folder, names_in
 from milepost.steps.retention import Rule
 from milepost.store import LocalStore, Store, Within
 
@@ -165,13 +165,26 @@ class Shelf:
         """The newest generation of each step that has one."""
         for pause_s in _PAUSES_S:
             names = self._names()
-            numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
-            committed = {step: max(found) for step, found in numbers.items() if found}
+            committed = _newest(names)
             if committed or not names:
                 return committed
             # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
             time.sleep(pause_s)
-        return {}
+        if not any(self._was_removed(step, found) for step, found in names.items()):
+            return {}
+
+        def look() -> tuple[dict[int, int]] | None:
+            names = self._names()
+            committed = _newest(names)
+            return (committed,) if committed or not names else None
+
+        return (patiently(look) or ({},))[0]
+
+    def _was_removed(self, step: int, names: Sequence[str]) -> bool:
+        """Whether a step that is listed is removed, or is being removed. Then the listing of the root may be old."""
+        if any(name.endswith(REMOVED) for name in names):
+            return True
+        return isinstance(self.root, LocalStore) and not is_folder(self.root.root / self._patterns.own.name(step))
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
         if (step, generation) not in self._scores:
@@ -227,6 +240,12 @@ class Shelf:
         if line not in self._left_alone:
             self._left_alone.add(line)
             _log.warning("%s", line)
+
+
+def _newest(names: Mapping[int, Sequence[str]]) -> dict[int, int]:
+    """The newest generation of each step, by the names in its folder; without those that have none."""
+    numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
+    return {step: max(found) for step, found in numbers.items() if found}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
