@@ -69,7 +69,7 @@ def is_overtaken(store: Store, generation: int) -> bool:
 
 
 def was_overtaken(store: Store, generation: int) -> bool:
-    """Like `is_overtaken`, where something has vanished. A save that swept it may not be seen yet; so this waits.
+    """Like `is_overtaken`, where there are signs of another save. It may not be seen yet, so this waits.
 
     Not where nothing is left at all: then the place itself was removed or unmounted.
     """

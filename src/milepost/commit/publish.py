@@ -111,8 +111,9 @@ def _sync(store: Store, generation: int) -> None:
 
 def _not_published(store: Store, generation: int, error: Exception) -> Exception:
     """Why a manifest could not be created: another save was first, or the store refused."""
-    missing = isinstance(error, FileNotFoundError)
-    if was_overtaken(store, generation) if missing else is_overtaken(store, generation):
+    # Something has vanished, or is claimed: so there should be another save, which may not be seen yet.
+    waits = isinstance(error, (FileNotFoundError, AlreadyExists))
+    if was_overtaken(store, generation) if waits else is_overtaken(store, generation):
         # Where the name was not taken: another save committed, and swept what this manifest was about to be made from.
         return conflict(store, generation)
     if isinstance(error, AlreadyExists):

@@ -62,14 +62,17 @@ class Shelf:
     def untried(self, skipped: Collection[int]) -> list[int]:
         """The steps other than these, oldest first.
 
-        If none is left, and one of these is going or gone, then the listing may be old: there must be newer steps, and
-        it is given some time to show them.
+        If none is left, and one is being removed or is gone, then the listing may be old: there should be newer steps,
+        and it is given some time to show them.
         """
 
         def look() -> list[int]:
             return [step for step in self.steps() if step not in skipped]
 
-        return look() or (patiently(look) if any(map(self._is_going, skipped)) else [])
+        return look() or (patiently(look) if self._removes() or any(map(self._is_going, skipped)) else [])
+
+    def _removes(self) -> bool:
+        return any(name.endswith(REMOVED) for names in self._names().values() for name in names)
 
     def _is_going(self, step: int) -> bool:
         """Whether a step of ours is not there any more, or not all of its files are."""
@@ -170,7 +173,7 @@ class Shelf:
                 return committed
             # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
             time.sleep(pause_s)
-        if not any(self._was_removed(step, found) for step, found in names.items()):
+        if all(map(self._has_folder, names)):
             return {}
 
         def look() -> tuple[dict[int, int]] | None:
@@ -180,11 +183,9 @@ class Shelf:
 
         return (patiently(look) or ({},))[0]
 
-    def _was_removed(self, step: int, names: Sequence[str]) -> bool:
-        """Whether a step that is listed is removed, or is being removed. Then the listing of the root may be old."""
-        if any(name.endswith(REMOVED) for name in names):
-            return True
-        return isinstance(self.root, LocalStore) and not is_folder(self.root.root / self._patterns.own.name(step))
+    def _has_folder(self, step: int) -> bool:
+        """Whether the folder of a step that is listed is really there. If not, then the listing of the root is old."""
+        return not isinstance(self.root, LocalStore) or is_folder(self.root.root / self._patterns.own.name(step))
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
         if (step, generation) not in self._scores:
