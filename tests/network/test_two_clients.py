@@ -182,6 +182,20 @@ def test_restore_on_another_client_goes_on_while_steps_are_removed(network):
     keeper.close()
 
 
+def test_restore_of_a_step_that_is_not_listed_yet_finds_it(network):
+    one, other = (milepost.Checkpointer(client / "run") for client in network.clients)
+    one.save(state(1), 1)
+    believe(network, 60)
+    assert other.steps() == [1]
+    one.save(state(2), 2)
+    assert other.steps() == [1], "its listing is old"
+    target = state(-1)
+    assert other.restore(target, step=2) == 2
+    assert target["n"] == 2
+    with pytest.raises(milepost.CheckpointNotFound, match="there is no step 3"):
+        other.restore(target, step=3)
+
+
 def test_restore_passes_over_a_step_whose_handles_are_stale(network):
     for step in (1, 2):
         with milepost.Checkpointer(network.client) as keeper:
