@@ -4,6 +4,7 @@ Steps that other programs saved, under other names or in other formats, are foun
 old steps are removed, and are never removed by a rule.
 """
 
+import itertools
 import logging
 import operator
 import time
@@ -72,7 +73,9 @@ class Shelf:
         return look() or (patiently(look) if self._removes() or any(map(self._is_going, skipped)) else [])
 
     def _removes(self) -> bool:
-        return any(name.endswith(REMOVED) for names in self._names().values() for name in names)
+        """Whether a step is being removed, where a listing may be old."""
+        names = itertools.chain.from_iterable(self._names().values())
+        return isinstance(self.root, LocalStore) and any(name.endswith(REMOVED) for name in names)
 
     def _is_going(self, step: int) -> bool:
         """Whether a step of ours is not there any more, or not all of its files are."""
