@@ -25,7 +25,7 @@ from faults.rows import Counting, FaultRow, Tally
 
 OLD, NEW = 1, 2
 ITEMS = 1 << 14
-CHANGES = ("link", "create", "mkdir", "rename", "unlink", "rmdir")
+CHANGES = ("link", "symlink", "create", "mkdir", "rename", "unlink", "rmdir")
 CALLS = (*CHANGES, "make", "open", "opendir", "readdir", "flush", "fsync", "fsyncdir", "store")
 ERRORS = (errno.EIO, errno.ESTALE, errno.EDQUOT)
 BELIEVED_S = 0.2

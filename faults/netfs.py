@@ -14,7 +14,7 @@
 * **Close-to-open.** What a client writes reaches the server when the file is synced or closed; another client sees it
   when it opens the file after that. An error of a write is told by `fsync` or `close`.
 * **Lost replies.** A call is made, and said to have failed, as when a client repeats a request whose reply was lost:
-  EEXIST for a link, create or mkdir, ENOENT for an unlink, rename or rmdir.
+  EEXIST for a link, symlink, create or mkdir, ENOENT for an unlink, rename or rmdir.
 * **Stale handles.** ESTALE for an open file, or a folder, that another client deleted.
 * **Silly names.** A file that is deleted by the client that has it open becomes `.nfs...`, until it is closed. That
   client cannot delete it again (EBUSY), and nobody its folder.
@@ -114,8 +114,9 @@ class NetworkFiles:
         self._say("set fallocate 1")
 
     def lose_reply(self, call: str, *, name: str = "", skip: int = 0, times: int = 1, percent: int = 100) -> None:
-        """Make a call (link, create, mkdir, rename, unlink, rmdir) and answer it as its repetition is answered.
+        """Make a call, and answer it as its repetition is answered.
 
+        Calls: link, symlink, create, mkdir, rename, unlink, rmdir.
         `create` is an exclusive one. Of the calls whose name contains `name`, `skip` pass first and then `times` (0:
         all) are broken. Of a rename or link the new name counts.
         """

@@ -96,8 +96,9 @@ def test_interrupt_while_describing_does_not_mix_two_saves(victim):
     assert milepost.open(store)["mine"].read().tolist() == [2, 2]
 
 
-def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays():
+def test_a_rank_whose_place_is_another_is_named_and_what_was_there_stays(monkeypatch):
     """As with a folder on each machine's own disk, or with a mount that one rank lost."""
+    monkeypatch.setattr("milepost.commit.find.PATIENCE_S", 0.1)  # for a file system that does not show it yet
     shared, own = milepost.store.MemoryStore("memory://runs"), milepost.store.MemoryStore("memory://runs")
     milepost.save({"t": torch.ones(2)}, shared)
     before = dict(shared.objects)

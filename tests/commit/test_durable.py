@@ -1,5 +1,6 @@
 """Durable: everything is synced before the commit that names it. Bounded: little memory beyond the state."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -8,6 +9,7 @@ import pytest
 import torch
 
 import milepost
+from milepost.testing import UnsyncedStore
 
 
 def test_every_file_and_folder_is_synced_before_the_manifest_that_names_it(tmp_path, monkeypatch):
@@ -36,6 +38,43 @@ def test_every_file_and_folder_is_synced_before_the_manifest_that_names_it(tmp_p
         assert any(path.startswith(str(place / "manifest-")) for path in before), "the manifest's own bytes"
         assert before.index(str(data / "00000.safetensors")) < before.index(str(data))
         assert ("sync", str(place)) in calls[commit:], "the commit itself"
+
+
+class NamesAndFails(UnsyncedStore):
+    """A folder in which giving a manifest its name fails after it took effect, before anybody has synced it."""
+
+    breaks = syncs = True
+
+    def _publish(self, temporary, name):
+        super()._publish(temporary, name)
+        if self.breaks:
+            raise milepost.StorageError(f"cannot publish {name}", errno=errno.EIO)
+
+    def delete(self, name, *, durable=False):
+        if durable and not self.syncs:
+            raise milepost.StorageError("cannot sync", errno=errno.EIO)
+        super().delete(name, durable=durable)
+
+
+@pytest.mark.parametrize("hard_links", [True, False])
+def test_manifest_found_after_an_error_is_synced_before_old_data_goes(hard_links):
+    store = NamesAndFails(hard_links=hard_links)
+    for number in (1, 2):
+        milepost.save({"n": number}, store)
+        assert milepost.open(store.after_power_cut(lambda _: False))["n"] == number
+
+
+def test_manifest_that_cannot_be_synced_is_taken_back():
+    store = NamesAndFails()
+    milepost.save({"n": 1}, store)
+    store.syncs, first = False, len(store.journal)
+    with pytest.raises(milepost.NotDurable, match="cannot sync; it was taken back"):
+        milepost.save({"n": 2}, store)
+    assert milepost.open(store)["n"] == 1
+    assert {milepost.open(after)["n"] for _, after in store.possible_states(20, first=first)} <= {1, 2}
+    store.breaks = False
+    assert milepost.save({"n": 3}, store).generation == 2
+    assert milepost.open(store)["n"] == 3
 
 
 @pytest.mark.slow

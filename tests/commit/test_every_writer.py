@@ -207,7 +207,7 @@ def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
             thread.join()
         saved = [round_number * 10 + i for i, outcome in outcomes.items() if outcome == "saved"]
         assert read(store) in saved
-        assert all("another job committed" in o for o in outcomes.values() if o != "saved")
+        assert all("another job committed" in o for o in outcomes.values() if o != "saved"), outcomes
 
 
 @pytest.mark.places("here", "network")
@@ -274,26 +274,30 @@ class SeesNothingNew(CountingStore):
 
 
 class FailsAfterCommit(CountingStore):
-    """A store that fails, or is interrupted, at the first call of a kind after the manifest was created."""
+    """A store that fails, or is interrupted, at calls of some kinds once the manifest is there."""
 
-    def __init__(self, inner, call, error):
+    def __init__(self, inner, calls, error):
         super().__init__(inner)
-        self.call, self.error, self.committed = call, error, False
+        self.failing, self.error, self.committed = calls, error, False
 
     def before(self, number, call):
-        if self.committed and call.startswith(self.call):
+        if self.committed and call.startswith(self.failing):
             raise self.error
 
     def after(self, number, call):
         self.committed = self.committed or call == "create manifest-00000002.json"
+        self.before(number, call)
 
 
 @pytest.mark.parametrize(
-    ("call", "error"),
-    [("list manifest-", milepost.StorageError("the store is gone")), ("delete manifest-", KeyboardInterrupt())],
+    ("calls", "error"),
+    [
+        (("create manifest-", "list manifest-", "reader manifest-"), milepost.StorageError("the store is gone")),
+        (("delete manifest-",), KeyboardInterrupt()),
+    ],
     ids=["error", "interrupt"],
 )
-def test_rank_with_an_old_view_keeps_what_was_committed(write, call, error):
+def test_rank_with_an_old_view_keeps_what_was_committed(write, calls, error):
     """The coordinator says whether it committed. What another rank sees does not decide it."""
     inner = MemoryStore()
     milepost.save(state(1), inner)
@@ -301,7 +305,7 @@ def test_rank_with_an_old_view_keeps_what_was_committed(write, call, error):
     def work(comm):
         wide = state(2) | {"large": torch.full((1 << 20,), 2)}
         coordinates = comm.rank == comm.coordinator
-        store = FailsAfterCommit(inner, call, error) if coordinates else SeesNothingNew(inner)
+        store = FailsAfterCommit(inner, calls, error) if coordinates else SeesNothingNew(inner)
         with pytest.raises((milepost.CheckpointError, KeyboardInterrupt)):
             write(wide, store, comm)
 

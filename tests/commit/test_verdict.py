@@ -22,13 +22,28 @@ class SeesNothingNew(CountingStore):
 
 
 class FailsAfterCommit(CountingStore):
+    """A server that is gone once the manifest is there, and has not answered the commit."""
+
+    committed = False
+
+    def before(self, number, call):
+        if self.committed and call.startswith(("list manifest-", "reader manifest-")):
+            raise milepost.StorageError("the server is gone")
+
+    def after(self, number, call):
+        if call == "create manifest-00000002.json":
+            self.committed = True
+            raise milepost.StorageError("the server is gone")
+
+
+class CannotList(CountingStore):
     """A folder that cannot be listed any more once the manifest is there."""
 
     committed = False
 
     def before(self, number, call):
-        if self.committed and call.startswith("list manifest-"):
-            raise milepost.StorageError("the server is gone")
+        if self.committed and call.startswith("list"):
+            raise milepost.StorageError("cannot list")
 
     def after(self, number, call):
         self.committed = self.committed or call == "create manifest-00000002.json"
@@ -61,9 +76,17 @@ def test_committed_data_stays_though_a_rank_does_not_see_it(tmp_path):
 
 
 def test_one_process_knows_what_it_committed(tmp_path):
-    """It looks: the manifest is its own, so its data stays."""
+    """It cannot look whose manifest it is, so its data stays."""
     milepost.save(state(1), tmp_path)
     with pytest.raises(milepost.StorageError, match="the server is gone"):
         milepost.save(state(2), FailsAfterCommit(LocalStore(tmp_path)))
+    assert milepost.open(tmp_path).verify().ok
+    assert milepost.open(tmp_path)["n"] == 2
+
+
+def test_failed_listing_after_the_commit_takes_nothing_back(tmp_path, caplog):
+    milepost.save(state(1), tmp_path)
+    assert milepost.save(state(2), CannotList(LocalStore(tmp_path))).generation == 2
+    assert "whether another job has committed a newer one could not be seen: cannot list" in caplog.text
     assert milepost.open(tmp_path).verify().ok
     assert milepost.open(tmp_path)["n"] == 2

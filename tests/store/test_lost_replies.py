@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import milepost
+from milepost.commit import find
 from milepost.errors import AlreadyExists, StorageError
 from milepost.store import LocalStore, MemoryStore, Within, linux
 from milepost.store.base import CLAIM, check_name
@@ -219,10 +220,27 @@ def test_a_rename_that_took_effect_is_a_commit(tmp_path, monkeypatch, number):
     assert len(list(LocalStore(tmp_path).list(""))) == 2, "no claims are left"
 
 
+def test_a_claim_says_whose_it_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "link", no_links)
+    losing = LostOnce(os.symlink, errno.EEXIST)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "symlink", losing)
+        milepost.save(state(1), tmp_path)
+    assert losing.lost == 1
+    assert read(tmp_path) == 1
+    (tmp_path / f"manifest-00000002.json{CLAIM}").symlink_to("manifest-00000002.json.of-another-save.tmp")
+    with pytest.raises(milepost.AlreadyExists):
+        LocalStore(tmp_path).create("manifest-00000002.json", b"mine")
+    assert milepost.save(state(3), tmp_path).generation == 3
+    assert len(list(LocalStore(tmp_path).list(""))) == 2, "the claim is swept"
+
+
 def test_a_lost_reply_to_a_claim_fails_and_the_next_save_works(tmp_path, monkeypatch):
-    """Nobody can tell whose an empty claim is, so its number is passed over."""
+    """Without links of any kind a claim is an empty file. Nobody can tell whose, so its number is passed over."""
     milepost.save(state(1), tmp_path)
     monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "symlink", no_links)
+    monkeypatch.setattr(find, "PATIENCE_S", 0.1)
     losing = LostOnce(os.open, errno.EEXIST)
     losing.applies = lambda args: str(args[0]).endswith(CLAIM) and not losing.lost
     monkeypatch.setattr(os, "open", losing)

@@ -16,12 +16,12 @@ from milepost.comm import is_undecided, leave_undecided
 from milepost.commit.beside import indices_beside, retire
 from milepost.commit.find import (
     REMOVED,
-    can_be_opened,
     generations,
+    is_there,
     newest_above,
-    newest_generation,
     parse,
     read_manifest,
+    was_overtaken,
 )
 from milepost.commit.publish import conflict, publish, sweep
 from milepost.core.layout import Layout
@@ -32,7 +32,6 @@ from milepost.core.manifest import (
     Value,
     generation_of,
     make_save_id,
-    manifest_name,
     new_manifest,
     shard_name,
 )
@@ -77,20 +76,13 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     names = list(store.list("manifest-"))
     found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in names)
     newest = max((number for number in found if number is not None), default=0)
-    there = newest_above(newest, lambda number: _is_there(store, number) or None)
+    there = newest_above(newest, lambda number: is_there(store, number) or None)
     newest = max(newest, there[0] if there else 0)
     if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
         raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))
-
-
-def _is_there(store: Store, generation: int) -> bool:
-    try:
-        return can_be_opened(store, manifest_name(generation))
-    except CheckpointError:
-        return True  # something is, though it cannot be read: a save does not need to
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +109,7 @@ class Attempt:
             raise
         except FileNotFoundError as error:
             # A job that committed this generation first may have swept our files away.
-            if newest_generation(self.store) >= self.aim.generation:
+            if was_overtaken(self.store, self.aim.generation):
                 raise conflict(self.store, self.aim.generation) from error
             raise self._cannot_write(error, ". Was it removed, renamed or unmounted meanwhile?") from error
         except OSError as error:

@@ -49,6 +49,47 @@ def can_be_opened(store: Store, name: str) -> bool:
     return True
 
 
+def is_there(store: Store, generation: int) -> bool:
+    """Whether there is a manifest of this generation, by its name. One that cannot be read is there."""
+    try:
+        return can_be_opened(store, manifest_name(generation))
+    except CheckpointError:
+        return True
+
+
+def is_committed(store: Store, generation: int) -> bool:
+    """Whether this generation is committed, or a newer one is. The listing may be old, so the name is tried, too."""
+    return newest_generation(store) >= generation or can_be_opened(store, manifest_name(generation))
+
+
+def is_overtaken(store: Store, generation: int) -> bool:
+    """Like `is_committed`, for a store that may be seen as it was: names above are tried as well."""
+    ahead = range(generation + 1, generation + _AHEAD)
+    return is_committed(store, generation) or any(can_be_opened(store, manifest_name(number)) for number in ahead)
+
+
+def was_overtaken(store: Store, generation: int) -> bool:
+    """Like `is_overtaken`, where there are signs of another save. It may not be seen yet, so this waits.
+
+    Not where nothing is left at all: then the place itself was removed or unmounted.
+    """
+    return patiently(lambda: is_overtaken(store, generation) or is_empty(store)) and is_overtaken(store, generation)
+
+
+def is_empty(store: Store) -> bool:
+    """Whether nothing is listed."""
+    return next(iter(store.list("")), None) is None
+
+
+def patiently(look: Callable[[], T]) -> T:
+    """What `look` gives once that is true, or at last: a network file system may show for a while what was before."""
+    give_up, pause = time.monotonic() + PATIENCE_S, _PAUSES_S[0]
+    while not (found := look()) and time.monotonic() < give_up:
+        time.sleep(pause)
+        pause = min(2 * pause, _PAUSES_S[1])
+    return found
+
+
 def find(store: Store) -> tuple[int, bytes]:
     """The newest generation and the bytes of its manifest. Raises CheckpointNotFound.
 
@@ -155,6 +196,19 @@ def look_whole(place: Store) -> Manifest:
     manifest = parse(place.url, *find(place))
     _look_at_files(place, manifest)
     return manifest
+
+
+def lacks_files(place: Store) -> bool:
+    """Whether a checkpoint has no manifest, or one whose files are not all there: as after, and during, a removal."""
+    generation = newest_generation(place)
+    data = read_manifest(place, generation) if generation else None
+    if data is None:
+        return True
+    try:
+        manifest = parse(place.url, generation, data)
+    except CheckpointError:
+        return False
+    return not all(can_be_opened(place, manifest.file_name(file.rank)) for file in manifest.files)
 
 
 def _look_at_files(place: Store, manifest: Manifest) -> None:

@@ -8,7 +8,16 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from milepost.commit.find import can_be_opened, newest_generation, read_manifest
+from milepost.commit.find import (
+    can_be_opened,
+    generations,
+    is_committed,
+    is_empty,
+    is_overtaken,
+    patiently,
+    read_manifest,
+    was_overtaken,
+)
 from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
@@ -26,12 +35,28 @@ def publish(store: Store, manifest: Manifest) -> None:
     """
     _look_for_data(store, manifest)
     _create(store, manifest.generation, seal(manifest))
-    if newest_generation(store) > manifest.generation:
+    if _is_old(store, manifest.generation):
         # The name was free because the save that had it was replaced and swept, and this save's data with it.
         # The newest generation is never swept.
         with contextlib.suppress(OSError, CheckpointError):
             store.delete(manifest_name(manifest.generation))
         raise conflict(store, manifest.generation)
+
+
+def _is_old(store: Store, generation: int) -> bool:
+    """Whether there is a newer generation than this one, which is committed. Never raises.
+
+    A store that does not answer takes no commit back. If there is a newer one all the same, it looks as if it had come
+    right after this one: it stands, and this one goes.
+    """
+    try:
+        return is_committed(store, generation + 1)
+    except (CheckpointError, OSError) as error:
+        _log.warning(
+            "generation %d is committed at %s, but whether another job has committed a newer one could not be seen: %s",
+            generation, store.url, error,
+        )  # fmt: skip
+        return False
 
 
 def _create(store: Store, generation: int, sealed: bytes) -> None:
@@ -43,20 +68,52 @@ def _create(store: Store, generation: int, sealed: bytes) -> None:
     except (CheckpointError, OSError) as error:
         # An error does not prove that nothing happened: the reply may have been lost. Is the manifest there ours?
         try:
-            newest = newest_generation(store)
-            if read_manifest(store, generation) == sealed:
-                return
+            ours = _read_back(store, generation) == sealed
+            reason = None if ours else _not_published(store, generation, error)
         except (CheckpointError, OSError):
             raise error from None  # the store does not answer: this is the first that was heard of it
-        reason = _not_published(store, generation, newest, error)
-        if reason is error:
+        if ours:
+            _make_durable(store, generation)
+        elif reason is error:
             raise
-        raise reason from error
+        elif reason is not None:
+            raise reason from error
 
 
-def _not_published(store: Store, generation: int, newest: int, error: Exception) -> Exception:
+def _read_back(store: Store, generation: int) -> bytes | None:
+    """The manifest of this generation. One that is listed is given some time until it can be opened by its name."""
+
+    def look() -> tuple[bytes | None] | None:
+        data = read_manifest(store, generation)
+        return (data,) if data is not None or generation not in generations(store) else None
+
+    return (patiently(look) or (None,))[0]
+
+
+def _make_durable(store: Store, generation: int) -> None:
+    """Sync a manifest that is there though its creation failed: nobody may have synced it. Raises NotDurable."""
+    try:
+        _sync(store, generation)
+    except (CheckpointError, OSError) as error:
+        # A caller that sees a failure must not find the checkpoint there.
+        with contextlib.suppress(OSError, CheckpointError):
+            store.delete(manifest_name(generation))
+        raise NotDurable(f"{error}; it was taken back", errno=getattr(error, "errno", None)) from error
+
+
+def _sync(store: Store, generation: int) -> None:
+    """Make the names of manifests durable, by deleting one that nobody uses. Twice, if the first reply is lost."""
+    unused = f"{manifest_name(generation)}.none"
+    with contextlib.suppress(OSError, CheckpointError):
+        return store.delete(unused, durable=True)
+    return store.delete(unused, durable=True)
+
+
+def _not_published(store: Store, generation: int, error: Exception) -> Exception:
     """Why a manifest could not be created: another save was first, or the store refused."""
-    if newest >= generation:
+    # Something has vanished, or is claimed: so there should be another save, which may not be seen yet.
+    waits = isinstance(error, (FileNotFoundError, AlreadyExists))
+    if was_overtaken(store, generation) if waits else is_overtaken(store, generation):
         # Where the name was not taken: another save committed, and swept what this manifest was about to be made from.
         return conflict(store, generation)
     if isinstance(error, AlreadyExists):
@@ -80,20 +137,31 @@ def conflict(store: Store, generation: int) -> SaveConflict:
 
 def _look_for_data(store: Store, manifest: Manifest) -> None:
     """Raise if a rank wrote elsewhere: to a disk of its own machine, or below a mount that is missing."""
-    there = set(store.list(f"data/{manifest.save_id}/"))
-    unseen = []
-    for file in manifest.files:
-        name = manifest.file_name(file.rank)
-        if name not in there and not can_be_opened(store, name):  # the listing of a network file system may be old
-            unseen.append(file.rank)
+
+    def look() -> str:
+        if not _unseen(store, manifest):
+            return "all is there"
+        if is_overtaken(store, manifest.generation):
+            return "overtaken"
+        return "nothing is there" if is_empty(store) else ""
+
+    seen = patiently(look)
+    if seen == "overtaken":
+        raise conflict(store, manifest.generation)  # the other save has swept the data
+    unseen = _unseen(store, manifest) if seen != "all is there" else []
     if not unseen:
         return
-    if newest_generation(store) >= manifest.generation:
-        raise conflict(store, manifest.generation)  # the other save has swept the data
     raise StorageError(
         f"what rank{'s' * (len(unseen) > 1)} {pack_ranks(unseen)} wrote to {store.url} cannot be seen from the rank "
         "that commits, so nothing was committed. Do all ranks share that place, and was it mounted all the time?"
     )
+
+
+def _unseen(store: Store, manifest: Manifest) -> list[int]:
+    """The ranks whose files are not there. The listing of a network file system may be old, so names are tried, too."""
+    there = set(store.list(f"data/{manifest.save_id}/"))
+    names = {file.rank: manifest.file_name(file.rank) for file in manifest.files}
+    return [rank for rank, name in names.items() if name not in there and not can_be_opened(store, name)]
 
 
 def sweep(store: Store, manifest: Manifest) -> None:

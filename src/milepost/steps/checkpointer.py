@@ -323,11 +323,10 @@ class Checkpointer:
         """The coordinator's choice, on every rank: the newest step that was not tried yet."""
 
         def choose() -> _RestoreChoice:
-            there = self._shelf.steps()
-            if step is not None and step not in there:
-                shown = ", ".join(map(str, there[-10:])) or "none"
+            if step is not None and not self._shelf.is_there(step):
+                shown = ", ".join(map(str, self._shelf.steps()[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
-            left = [s for s in there if s not in skipped] if step is None else [step]
+            left = self._shelf.untried(skipped) if step is None else [step]
             return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)

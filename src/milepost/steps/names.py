@@ -5,11 +5,12 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from pathlib import Path
 
 from milepost.errors import InvalidRequest, StorageError, UnsafeCheckpoint
 from milepost.store import LocalStore, Store
 from milepost.store.base import check_name
-from milepost.store.folders import again
+from milepost.store.folders import again, is_gone
 
 OWN_NAMES = "step-{step:010}"
 """How the folders of steps are named, unless the caller says otherwise: names sort as steps do."""
@@ -117,6 +118,15 @@ def _entries(root: LocalStore) -> list[tuple[str, bool]]:
     with os.scandir(root.root) as entries:
         plain = (entry for entry in entries if not entry.is_symlink())
         return [(e.name, e.is_file()) for e in plain if e.is_file() or e.is_dir()]
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder can be opened. One that another machine removed may still be listed, and even have a status."""
+    try:
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
+    except OSError as error:
+        return not is_gone(error)
+    return True
 
 
 def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]:

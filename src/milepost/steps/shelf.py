@@ -4,20 +4,21 @@ Steps that other programs saved, under other names or in other formats, are foun
 old steps are removed, and are never removed by a rule.
 """
 
+import itertools
 import logging
 import operator
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeGuard
 
-from milepost.commit.find import REMOVED, look_whole, newest, parse
+from milepost.commit.find import REMOVED, is_committed, lacks_files, look_whole, newest, parse, patiently
 from milepost.commit.removal import finish_removal, remove_checkpoint
 from milepost.core.manifest import Manifest, generation_of
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
 from milepost.formats.read.recognise import looks_foreign
 from milepost.state.values import Codec
-from milepost.steps.names import StepNames, names_in
+from milepost.steps.names import StepNames, is_folder, names_in
 from milepost.steps.retention import Rule
 from milepost.store import LocalStore, Store, Within
 
@@ -54,6 +55,32 @@ class Shelf:
         """The steps that are committed, and those of other programs, oldest first. Looks at names only."""
         committed = self._committed()
         return sorted(committed.keys() | self._foreign(committed).keys())
+
+    def is_there(self, step: int) -> bool:
+        """Whether this step is committed. The listing of the root may be old, so it is looked for by its name, too."""
+        return step in self.steps() or is_committed(self.place(step), 1)
+
+    def untried(self, skipped: Collection[int]) -> list[int]:
+        """The steps other than these, oldest first.
+
+        If none is left, and one is being removed or is gone, then the listing may be old: there should be newer steps,
+        and it is given some time to show them.
+        """
+
+        def look() -> list[int]:
+            return [step for step in self.steps() if step not in skipped]
+
+        return look() or (patiently(look) if self._removes() or any(map(self._is_going, skipped)) else [])
+
+    def _removes(self) -> bool:
+        """Whether a step is being removed, where a listing may be old."""
+        names = itertools.chain.from_iterable(self._names().values())
+        return isinstance(self.root, LocalStore) and any(name.endswith(REMOVED) for name in names)
+
+    def _is_going(self, step: int) -> bool:
+        """Whether a step of ours is not there any more, or not all of its files are."""
+        committed = self._committed()
+        return (step in committed or step not in self._foreign(committed)) and lacks_files(self.place(step))
 
     def folder_of(self, step: int) -> str:
         """The name under the root where a step is read from. Where both exist, ours counts, not another program's.
@@ -144,13 +171,24 @@ class Shelf:
         """The newest generation of each step that has one."""
         for pause_s in _PAUSES_S:
             names = self._names()
-            numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
-            committed = {step: max(found) for step, found in numbers.items() if found}
+            committed = _newest(names)
             if committed or not names:
                 return committed
             # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
             time.sleep(pause_s)
-        return {}
+        if all(map(self._has_folder, names)):
+            return {}
+
+        def look() -> tuple[dict[int, int]] | None:
+            names = self._names()
+            committed = _newest(names)
+            return (committed,) if committed or not names else None
+
+        return (patiently(look) or ({},))[0]
+
+    def _has_folder(self, step: int) -> bool:
+        """Whether the folder of a step that is listed is really there. If not, then the listing of the root is old."""
+        return not isinstance(self.root, LocalStore) or is_folder(self.root.root / self._patterns.own.name(step))
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
         if (step, generation) not in self._scores:
@@ -208,6 +246,12 @@ class Shelf:
         if line not in self._left_alone:
             self._left_alone.add(line)
             _log.warning("%s", line)
+
+
+def _newest(names: Mapping[int, Sequence[str]]) -> dict[int, int]:
+    """The newest generation of each step, by the names in its folder; without those that have none."""
+    numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
+    return {step: max(found) for step, found in numbers.items() if found}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

@@ -101,7 +101,8 @@ class Store(Protocol):
     def delete(self, name: str, *, durable: bool = False) -> None:
         """Remove an object if it is there.
 
-        `durable`: return once a power loss cannot bring it back, even if another process has just removed it.
+        `durable`: return once a power loss can undo no removal and no creation in its folder (that is, of names with
+        the same parts up to the last `/`), whoever made it, and whether the object was still there or not.
         """
 
 

@@ -19,7 +19,8 @@ from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheckpoint
 from milepost.store import linux
 from milepost.store.advice import explain
-from milepost.store.base import CLAIM, Buffer, check_name
+from milepost.store.base import Buffer, check_name
+from milepost.store.claims import NO_LINKS, publish_by_rename
 from milepost.store.folders import (
     again,
     create_file,
@@ -32,7 +33,6 @@ from milepost.store.folders import (
     sync_nearest,
 )
 
-_NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 _NOT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _DIRECT_FROM_BYTES = 4 * MIB
 """Smaller files go through the page cache: they gain nothing, and their readers find them there."""
@@ -101,37 +101,12 @@ class LocalStore:
             # Not found: the process that committed this name first may have removed our temporary file.
             if isinstance(error, FileExistsError) or (is_gone(error) and path.exists()):
                 raise _taken(path) from None
-            if error.errno not in _NO_LINKS:
+            if error.errno not in NO_LINKS:
                 raise
-            self._publish_by_rename(temporary, path, data)
-
-    def _publish_by_rename(self, temporary: Path, path: Path, data: bytes) -> None:
-        """The same without hard links (some FUSE file systems): the process that creates the claim may rename.
-
-        If it dies in between, the claim stays and this name is never used; `commit.attempt.take_aim` skips it.
-        """
-        claim = path.with_name(path.name + CLAIM)
-        try:
-            os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666))
-        except FileExistsError:
-            raise _taken(path) from None
-        try:
-            # A rename replaces, and a file system may remember for a while that a name was free. So it is looked for in
-            # a new listing, too, and afterwards it must lead to what was renamed.
-            if os.path.lexists(path) or path.name in os.listdir(path.parent):
-                raise _taken(path)
             try:
-                linux.rename_to_free_name(str(temporary), str(path))
-            except OSError:
-                if not _holds(path, data):  # the reply to a rename can be lost as well
-                    raise
-            if not _holds(path, data):
-                raise _taken(path)
-        except FileExistsError:
-            raise _taken(path) from None
-        finally:
-            with contextlib.suppress(OSError):  # it does no harm, and is swept
-                os.unlink(claim)
+                publish_by_rename(temporary, path, data)
+            except FileExistsError:
+                raise _taken(path) from None
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "LocalWriter":
         """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
@@ -412,14 +387,6 @@ def _taken(path: Path) -> AlreadyExists:
 def _are_one_file(one: Path, other: Path) -> bool:
     try:
         return os.path.samefile(one, other)
-    except OSError:
-        return False
-
-
-def _holds(path: Path, data: bytes) -> bool:
-    """Whether a file has this content."""
-    try:
-        return path.stat().st_size == len(data) and path.read_bytes() == data
     except OSError:
         return False
 
