@@ -27,6 +27,7 @@ import msgspec
 
 from milepost.comm.base import Phase
 from milepost.comm.board import Board
+from milepost.comm.caller import Caller
 from milepost.comm.outcome import Outcome, error_of
 from milepost.core.wire import Wire
 from milepost.version import __version__
@@ -71,7 +72,7 @@ class Channel:
         self.phases: OrderedDict[int, Phase] = OrderedDict()
         self.calls = 0
         """How many calls this rank has begun, with those that it is known to have missed."""
-        self._depth = 0
+        self._caller: Caller | None = None
         self._begun = False
         self.announcements = 0
         self.concluded: list[int] = []
@@ -90,32 +91,37 @@ class Channel:
         assert self._board is not None, "the ranks have not joined"
         return self._board
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """Begin a call, or a call within a call; False for the latter."""
-        self._depth += 1
-        if self._depth == 1:
-            self._start()
-        return self._depth == 1
+        if self._in_call:
+            return self._caller is caller  # who was interrupted here comes again
+        self._start(caller)
+        return True
 
-    def _start(self) -> None:
-        self._begun = False
-        self.calls += 1
+    @property
+    def _in_call(self) -> bool:
+        return self._caller is not None and not self._caller.is_lost()
+
+    def _start(self, caller: Caller | None) -> None:
+        # In one go: an interrupt finds a call that has not begun, or one that has.
+        self._begun, self._caller, self.calls = False, caller, self.calls + 1
         self.phases.clear()
 
     def enter(self) -> bool:
         """Come to a step. Whether this rank is in a call of which it has taken a step already."""
-        if self._depth == 0:
-            self._start()
+        if not self._in_call:
+            self._start(None)
         return self._begun
 
-    def end(self) -> None:
-        """End it."""
-        self._depth -= 1
+    def end(self, caller: Caller) -> None:
+        """End the call that this caller began; one within another ends with that."""
+        if self._caller is caller:
+            self._caller = None
 
     @property
     def awaited(self) -> bool:
         """Whether this rank is in a call of which it has not taken a step."""
-        return self._depth > 0 and not self._begun
+        return self._in_call and not self._begun
 
     def note(self, number: int, phase: Phase) -> None:
         """Remember at which step this rank was in a meeting."""
@@ -140,6 +146,7 @@ class Channel:
                 last = self._first.read([_GAVE_UP], 0.0)[0]
                 self.calls = max(self.calls, Outcome.unpack(last).calls if last is not None else 0)
         self._board = None
+        self._begun = True  # whatever comes next of this call, it is not its first step
 
     def show_leaver(self, leaver: Leaver) -> None:
         """Let the coordinator know, before its next call, that this rank has left."""
