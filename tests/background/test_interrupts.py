@@ -46,7 +46,8 @@ def interrupted_at(number, after=None):
             return None
         counting = counting or frame.f_code.co_name == after
         # At the end of a `with lock`, no signal handler can run: the next instruction is the one that releases it.
-        if counting and event == "line" and "_lock:" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        locks = linecache.getline(frame.f_code.co_filename, frame.f_lineno).rstrip().endswith(("_lock:", "_changed:"))
+        if counting and event == "line" and not locks:
             lines.append(frame.f_lineno)
             if len(lines) == number:
                 sys.settrace(None)

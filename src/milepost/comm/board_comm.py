@@ -247,9 +247,7 @@ class BoardComm:
         # The ranks that have not left this board wait there, or will: they find what became of it.
         number, missing = self._board.count(f"count/{self._rank}", 0) + 1, {} if over else {self._rank: ""}
         wire, waited_s = (LEFT, 0.0) if over else (leaver.wire, self.timeout_s)
-        self._pin_outcome(
-            number, Outcome(wire, missing=missing, waited_s=waited_s, apart=True, calls=leaver.calls)
-        )
+        self._pin_outcome(number, Outcome(wire, missing=missing, waited_s=waited_s, apart=True, calls=leaver.calls))
         self._channel.part(self._litter())
         if over:
             return
