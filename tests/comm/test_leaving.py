@@ -10,7 +10,7 @@ import torch
 import milepost
 from milepost.comm import BoardComm, MemoryBoard
 from milepost.data.threads import Crew
-from tests.background.test_interrupts import Interrupt, interrupted_at
+from tests.interrupts import Interrupt, interrupted_at
 
 WORLD, TIMEOUT_S, PROMPT_S = 3, 20.0, 5.0
 

@@ -266,6 +266,7 @@ def test_real_ranks_save_at_the_same_place_after_a_missed_deadline(tmp_path, vic
     assert milepost.open(tmp_path / "here")["n"] == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("late_s", [1.5 * TIMEOUT_S, 2.5 * TIMEOUT_S, 4.5 * TIMEOUT_S])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_late_rank_does_not_take_part_in_a_later_call_of_the_others(victim, late_s):
