@@ -15,8 +15,8 @@ In both cases the ranks *join*: they agree on a new board that has nothing on it
 4. When all ranks are there, the coordinator says so, and the call begins.
 
 Each rank also counts its calls. A rank that was late and comes to a call which the others gave up raises that; it does
-not take part in their next one, even if that has the same place: it may hold another state. Then the counts are equal
-again, and the next call of all ranks works.
+not take part in their next one, even if that has the same place: it may hold another state. It raises once for each
+call that it missed, at once, while the others wait for it. Then the counts are equal again, and the call of all works.
 """
 
 import secrets
