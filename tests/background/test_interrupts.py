@@ -5,14 +5,12 @@ signals, again and again, so that they also hit the code that cleans up.
 """
 
 import contextlib
-import linecache
 import os
 import random
 import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,44 +19,11 @@ import milepost
 import milepost.dcp
 from milepost.store import LocalStore
 from tests.background.saves import PROMPT_S, TIMEOUT_S
+from tests.interrupts import SOURCE, Interrupt, interrupted_at
 from tests.ranks import spawn
 
-SOURCE = str(Path(milepost.__file__).parent)
 SIZE = 50_000
 PARTS = 6
-
-
-class Interrupt(BaseException):
-    """What the handlers raise: no `except Exception` catches it."""
-
-
-@contextlib.contextmanager
-def interrupted_at(number, after=None):
-    """Raise before the `number`-th line of Milepost that this thread runs. Gives a list of the lines that it ran.
-
-    `after`: count from the first line of the function of this name on.
-    """
-    lines, counting = [], after is None
-
-    def trace(frame, event, _):
-        nonlocal counting
-        if not frame.f_code.co_filename.startswith(SOURCE):
-            return None
-        counting = counting or frame.f_code.co_name == after
-        # At the end of a `with lock`, no signal handler can run: the next instruction is the one that releases it.
-        if counting and event == "line" and "_lock:" not in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
-            lines.append(frame.f_lineno)
-            if len(lines) == number:
-                sys.settrace(None)
-                raise Interrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        yield lines
-    finally:
-        sys.settrace(before)
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ save, also if it could not say so: the background looks whether the call is stil
 """
 
 import sys
-import threading
 from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
+from milepost.comm import Caller
 from milepost.data.threads import Latch
 from milepost.data.transfer import check_cancelled
 
@@ -61,19 +61,13 @@ class Ticket:
     def __init__(self, frame: FrameType) -> None:
         self.permit = Permit(self.is_lost)
         self.settled = False
-        self._frame: FrameType | None = frame
-        self._thread = threading.get_ident()
+        self._caller = Caller(frame)
         self._awaited: Latch | None = None
         self._clean_up: Callable[[], None] | None = None
 
     def is_lost(self) -> bool:
         """Whether the call has ended: it is no longer on the stack of its thread."""
-        mine, frame = self._frame, sys._current_frames().get(self._thread)  # noqa: SLF001
-        while frame is not None and mine is not None:
-            if frame is mine:
-                return False
-            frame = frame.f_back
-        return mine is not None
+        return self._caller.is_lost()
 
     def on_leave(self, clean_up: Callable[[], None]) -> None:
         """What to do if the call ends early. It may be interrupted itself, and is then called again."""
@@ -93,7 +87,8 @@ class Ticket:
     def settle(self) -> None:
         """Note that nothing is left to clean up."""
         self.settled = True
-        self._frame = self._clean_up = None
+        self._clean_up = None
+        self._caller.forget()
 
     def leave(self) -> None:
         """Take leave early: forbid the commit, and return when nobody reads the state any more.

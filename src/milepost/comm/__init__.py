@@ -3,6 +3,7 @@
 from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo, mark_told
 from milepost.comm.board import Board, MemoryBoard
 from milepost.comm.board_comm import BoardComm
+from milepost.comm.caller import Caller
 from milepost.comm.channel import Channel
 from milepost.comm.together import (
     Announcement,
@@ -27,6 +28,7 @@ __all__ = [
     "BoardComm",
     "Bytes",
     "Call",
+    "Caller",
     "Channel",
     "Comm",
     "Deferred",

@@ -6,6 +6,8 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
+from milepost.comm.caller import Caller
+
 TIMEOUT_S = 1800.0
 """The longest that a rank waits for the others, unless the caller says otherwise."""
 
@@ -87,14 +89,14 @@ class Comm(Protocol):
     def timeout_s(self) -> float:
         """The longest that this rank waits for the others, each time."""
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """Begin a call of several steps: until `end`, no step is taken for that of a new call. Use `calling`.
 
-        False within another call, of which it is a part.
+        False within another call, of which it is a part. A call whose caller is gone has ended.
         """
 
-    def end(self) -> None:
-        """End a call."""
+    def end(self, caller: Caller) -> None:
+        """End the call that this caller began, if it began one."""
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the coordinator, in order of rank, and its decision to every rank.
@@ -148,11 +150,12 @@ class Solo:
     group: Any = None
     timeout_s = 0.0
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """True: no other rank needs to know."""
+        del caller
         return True
 
-    def end(self) -> None:
+    def end(self, caller: Caller) -> None:
         """Does nothing: there are no steps to keep apart."""
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:

@@ -13,6 +13,7 @@ from typing import Any
 
 from milepost.comm.base import Phase, mark_told
 from milepost.comm.board import Board
+from milepost.comm.caller import Caller
 from milepost.comm.channel import GRACE_S, Channel, Leaver
 from milepost.comm.outcome import GONE, LEFT, Outcome, error_of
 from milepost.errors import RanksMissing
@@ -48,7 +49,7 @@ class BoardComm:
         self._channel = channel or Channel(board, rank, size)
         self._index_of, self._coordinator = index_of, coordinator
         self.group, self.timeout_s = group, timeout_s
-        self._gave_up = False
+        self._gave_up = self._is_first = False
 
     @property
     def rank(self) -> int:
@@ -84,13 +85,13 @@ class BoardComm:
             return self._index_of(global_rank)
         return global_rank if 0 <= global_rank < self._size else None
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """Begin a call of several steps; False within another one."""
-        return self._channel.begin()
+        return self._channel.begin(caller)
 
-    def end(self) -> None:
+    def end(self, caller: Caller) -> None:
         """End a call."""
-        self._channel.end()
+        self._channel.end(caller)
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Bring all payloads to the coordinator and its decision to all. Raises RanksMissing, with ranks and steps."""
@@ -100,11 +101,7 @@ class BoardComm:
             outcome = self._collect(number, phase, payload, decide)
             self._conclude(number, outcome)
             return self._heed(outcome, phase)
-        self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
-        outcome = early or self._await(number, phase)
-        if not outcome.missing:
-            self._board.remove(f"{number}/{self._rank}")  # the coordinator has read it
-        return self._heed(outcome, phase)
+        return self._heed(self._hear(number, early, phase, payload)[1], phase)
 
     def announce(self, phase: Phase, note: bytes | None) -> bytes:
         """The coordinator's note, on every rank."""
@@ -115,7 +112,7 @@ class BoardComm:
         if self._decides:
             self._pin_outcome(number, Outcome(phase.wire, note or b""))
             return note or b""
-        return self._heed(early or self._await(number, phase, announced=True), phase)
+        return self._heed(self._hear(number, early, phase)[1], phase)
 
     def hand_out(self, phase: Phase, notes: list[bytes] | None) -> bytes:
         """The coordinator's note for this rank, which takes it off the board."""
@@ -127,10 +124,29 @@ class BoardComm:
                     self._board.pin(f"{number}/to/{rank}", note)
             self._pin_outcome(number, Outcome(phase.wire))
             return notes[self._rank]
-        self._heed(early or self._await(number, phase, announced=True), phase)
+        number, outcome = self._hear(number, early, phase)
+        self._heed(outcome, phase)
         found = self._board.read([f"{number}/to/{self._rank}"], self.timeout_s)[0]
         self._board.remove(f"{number}/to/{self._rank}")
         return found or b""
+
+    def _hear(
+        self, number: int, early: Outcome | None, phase: Phase, payload: bytes | None = None
+    ) -> tuple[int, Outcome]:
+        """On the other ranks: bring the payload, if there is one, and wait for the outcome. Gives its number too.
+
+        If the coordinator left this board, for a rank that had left it, they join again, and the step is taken there.
+        """
+        while True:
+            if payload is not None:
+                self._board.pin(f"{number}/{self._rank}", phase.wire + payload)
+            outcome = early or self._await(number, phase, announced=payload is None)
+            if payload is not None and not outcome.missing:
+                self._board.remove(f"{number}/{self._rank}")  # the coordinator has read it
+            if not self._is_first or not self._is_over(outcome, phase):
+                return number, outcome
+            self._channel.part([])
+            number, early = self._join(phase)
 
     def leave(self, phase: Phase, payload: bytes) -> None:
         """Pin this rank's payload and do not wait. A coordinator that leaves decides alone: no other rank collects."""
@@ -152,7 +168,8 @@ class BoardComm:
         if self._channel.awaited and not self._channel.joined:
             self._channel.join(phase, self._coordinator, min(self.timeout_s, _LEAVE_S))
         if self._channel.joined:
-            number, calls = self._board.count(f"count/{self._rank}", int(self._channel.awaited)), self._channel.calls
+            # This rank may have counted the meeting to come, or not yet: the notes begin with the earlier one.
+            number, calls = self._board.count(f"count/{self._rank}", 0), self._channel.calls
             self._channel.show_leaver(Leaver(phase.wire, calls, self._gave_up))
             self._part(Outcome(LEFT, payload, apart=True, calls=calls), number)
 
@@ -207,7 +224,7 @@ class BoardComm:
     def _enter(self, phase: Phase) -> tuple[int, Outcome | None]:
         """The number of this meeting, and its outcome if that is there already. Joins the others where needed."""
         channel, continues = self._channel, self._channel.enter()
-        self._gave_up = False
+        self._gave_up, self._is_first = False, not continues
         if channel.joined and self._decides and not continues:
             self._look_for_leaver(phase)
         if channel.joined:
@@ -216,9 +233,13 @@ class BoardComm:
                 channel.note(number, phase)
                 return number, early
             channel.part([])
-        channel.join(phase, self._coordinator, self.timeout_s)
+        return self._join(phase)
+
+    def _join(self, phase: Phase) -> tuple[int, Outcome | None]:
+        self._is_first = False
+        self._channel.join(phase, self._coordinator, self.timeout_s)
         number, early = self._count()
-        channel.note(number, phase)
+        self._channel.note(number, phase)
         return number, early
 
     def _look_for_leaver(self, phase: Phase) -> None:
@@ -232,6 +253,10 @@ class BoardComm:
         over = self._channel.is_newer(leaver.calls)
         if not over and not leaver.gave_up:
             return  # it left this very call, and its note says why
+        # The ranks that have not left this board wait there, or will: they find what became of it.
+        number, missing = self._board.count(f"count/{self._rank}", 0) + 1, {} if over else {self._rank: ""}
+        wire, waited_s = (LEFT, 0.0) if over else (leaver.wire, self.timeout_s)
+        self._pin_outcome(number, Outcome(wire, missing=missing, waited_s=waited_s, apart=True, calls=leaver.calls))
         self._channel.part(self._litter())
         if over:
             return

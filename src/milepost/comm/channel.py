@@ -15,8 +15,8 @@ In both cases the ranks *join*: they agree on a new board that has nothing on it
 4. When all ranks are there, the coordinator says so, and the call begins.
 
 Each rank also counts its calls. A rank that was late and comes to a call which the others gave up raises that; it does
-not take part in their next one, even if that has the same place: it may hold another state. Then the counts are equal
-again, and the next call of all ranks works.
+not take part in their next one, even if that has the same place: it may hold another state. It raises once for each
+call that it missed, at once, while the others wait for it. Then the counts are equal again, and the call of all works.
 """
 
 import secrets
@@ -27,6 +27,7 @@ import msgspec
 
 from milepost.comm.base import Phase
 from milepost.comm.board import Board
+from milepost.comm.caller import Caller
 from milepost.comm.outcome import Outcome, error_of
 from milepost.core.wire import Wire
 from milepost.version import __version__
@@ -67,11 +68,12 @@ class Channel:
     def __init__(self, board: Board, rank: int, size: int, *, fresh: bool = True) -> None:
         self._first, self._rank, self._size = board, rank, size
         self._board = board if fresh else None
+        self._has_met = fresh
         self._littered: list[tuple[Board, list[str]]] = []
         self.phases: OrderedDict[int, Phase] = OrderedDict()
         self.calls = 0
         """How many calls this rank has begun, with those that it is known to have missed."""
-        self._depth = 0
+        self._caller: Caller | None = None
         self._begun = False
         self.announcements = 0
         self.concluded: list[int] = []
@@ -90,32 +92,37 @@ class Channel:
         assert self._board is not None, "the ranks have not joined"
         return self._board
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """Begin a call, or a call within a call; False for the latter."""
-        self._depth += 1
-        if self._depth == 1:
-            self._start()
-        return self._depth == 1
+        if self._in_call:
+            return self._caller is caller  # who was interrupted here comes again
+        self._start(caller)
+        return True
 
-    def _start(self) -> None:
-        self._begun = False
-        self.calls += 1
+    @property
+    def _in_call(self) -> bool:
+        return self._caller is not None and not self._caller.is_lost()
+
+    def _start(self, caller: Caller | None) -> None:
+        # In one go: an interrupt finds a call that has not begun, or one that has.
+        self._begun, self._caller, self.calls = False, caller, self.calls + 1
         self.phases.clear()
 
     def enter(self) -> bool:
         """Come to a step. Whether this rank is in a call of which it has taken a step already."""
-        if self._depth == 0:
-            self._start()
+        if not self._in_call:
+            self._start(None)
         return self._begun
 
-    def end(self) -> None:
-        """End it."""
-        self._depth -= 1
+    def end(self, caller: Caller) -> None:
+        """End the call that this caller began; one within another ends with that."""
+        if self._caller is caller:
+            self._caller = None
 
     @property
     def awaited(self) -> bool:
         """Whether this rank is in a call of which it has not taken a step."""
-        return self._depth > 0 and not self._begun
+        return self._in_call and not self._begun
 
     def note(self, number: int, phase: Phase) -> None:
         """Remember at which step this rank was in a meeting."""
@@ -135,11 +142,8 @@ class Channel:
             self._littered.append((self._board, [*litter, f"count/{self._rank}"]))
         if verdict is not None:
             self.calls = max(self.calls, verdict.calls)
-            if self._rank in verdict.missing:
-                # The others may have made more calls since then, without this rank.
-                last = self._first.read([_GAVE_UP], 0.0)[0]
-                self.calls = max(self.calls, Outcome.unpack(last).calls if last is not None else 0)
         self._board = None
+        self._begun = True  # whatever comes next of this call, it is not its first step
 
     def show_leaver(self, leaver: Leaver) -> None:
         """Let the coordinator know, before its next call, that this rank has left."""
@@ -164,8 +168,10 @@ class Channel:
             board, verdict = self._find(phase, coordinator, timeout_s)
         error = error_of(verdict, phase, self._rank, coordinator)
         if error is not None:
-            self.calls = max(self.calls, verdict.calls)
+            if self._rank not in verdict.missing:  # else it comes again, until it has made the calls of the others
+                self.calls = max(self.calls, verdict.calls)
             raise error
+        self._has_met = True
         self._board, self._unsettled = board, True
         self._tidy(coordinator)
 
@@ -202,12 +208,31 @@ class Channel:
             look_s = max(min(pause_s, deadline - time.monotonic()), 0.0)
             found = zip(expected, board.read([f"here/{rank}" for rank in expected], look_s), strict=True)
             there |= {rank: _PRESENCES.unpack(note) for rank, note in found if note is not None}
+            late = self._find_late(there, board, timeout_s)
+            if late is not None:
+                return board, late
             pause_s = min(2 * pause_s, _LAST_LOOK_S)
         verdict = _verdict(there, self._rank, self._size, timeout_s)
         board.pin(_JOINED, verdict.pack())
         if verdict.missing:
             self.give_up(verdict)
         return board, verdict
+
+    def _find_late(self, there: dict[int, Presence], board: Board, waited_s: float) -> Outcome | None:
+        """Send ranks away that come to a call which the others gave up; if this is such a rank, give the verdict on it.
+
+        They come again with their next call, for which the others wait.
+        """
+        mine = there[self._rank]
+        alike = {rank: one for rank, one in there.items() if one.wire == mine.wire}
+        if any(one.calls > mine.calls for one in alike.values()):
+            return Outcome(mine.wire, missing={self._rank: ""}, waited_s=waited_s, apart=True, calls=mine.calls)
+        for rank in [rank for rank, one in alike.items() if one.calls < mine.calls]:
+            calls = there.pop(rank).calls
+            verdict = Outcome(mine.wire, missing={rank: ""}, waited_s=waited_s, apart=True, calls=calls)
+            board.remove(f"here/{rank}")
+            board.pin(f"late/{rank}", verdict.pack())
+        return None
 
     def _answer(self, absent: list[int], answered: dict[int, bytes], name: bytes, wait_s: float) -> None:
         """Answer the greetings of these ranks; those of dead processes too, for they look the same."""
@@ -235,6 +260,7 @@ class Channel:
         """Go to the board that the coordinator names, and wait there for all others."""
         waited_s = timeout_s + min(GRACE_S, timeout_s)
         deadline, board, name = time.monotonic() + waited_s, self._first, b""
+        own, pause_s = f"late/{self._rank}", _FIRST_LOOK_S
         while (left_s := deadline - time.monotonic()) > 0:
             answer = self._first.read([_answer_to(greeting)], 0.0 if name else min(left_s, _LAST_LOOK_S))[0]
             if answer is not None and answer != name:
@@ -243,10 +269,12 @@ class Channel:
                 presence = Presence(phase.wire, self.calls, __version__)
                 board.pin(f"here/{self._rank}", _PRESENCES.pack(presence))
             if name:
-                note = board.read([_JOINED], min(left_s, _LAST_LOOK_S))[0]
-                if note is not None:
-                    board.remove(f"here/{self._rank}")
-                    return board, Outcome.unpack(note)
+                look_s = min(left_s, pause_s)
+                pause_s = min(2 * pause_s, _LAST_LOOK_S)
+                late, note = (board.read([one], wait_s)[0] for one, wait_s in ((own, 0.0), (_JOINED, look_s)))
+                if late is not None or note is not None:
+                    board.remove(f"here/{self._rank}" if late is None else own)
+                    return board, Outcome.unpack(late or note or b"")
         return board, Outcome(phase.wire, missing={coordinator: ""}, waited_s=waited_s, apart=True)
 
     def _given_up(self, phase: Phase) -> Outcome | None:
@@ -255,6 +283,8 @@ class Channel:
         verdict = Outcome.unpack(note) if note is not None else None
         if verdict is None or self._rank not in verdict.missing or self.is_newer(verdict.calls):
             return None
+        if not self._has_met:
+            return None  # it may be the verdict on a process that had this rank before
         if phase.same_call(verdict.wire):
             return verdict
         self.calls = verdict.calls + 1

@@ -11,6 +11,7 @@ An error between two steps is kept by `defer` until the next one, where all rank
 
 import contextlib
 import pickle
+import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from msgspec.structs import replace
 
 from milepost.comm.base import Call, Comm, Phase, is_told, mark_told
 from milepost.comm.board_comm import BoardComm
+from milepost.comm.caller import Caller
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.core.wire import Wire
 from milepost.errors import ERRORS, CheckpointError, Failure
@@ -29,6 +31,7 @@ T = TypeVar("T")
 Note = TypeVar("Note")
 Answer = TypeVar("Answer")
 _KINDS_SHOWN = 20
+_TRIES = 1000
 _TRACEBACKS = 3
 _ORIGINAL_BYTES = 64 << 10
 
@@ -172,18 +175,51 @@ def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: 
     return announcement.answers.unpack(_answered(phase, answer, comm, failed))
 
 
-@contextlib.contextmanager
-def calling(comm: Comm, call: Call) -> Iterator[Call]:
+def calling(comm: Comm, call: Call) -> contextlib.AbstractContextManager[Call]:
     """Around all steps of a call. If anything but the error of a step ends the call here, the others hear of it.
 
     Calls may be nested. The inner ones are parts of the outermost, which may go on after an error of theirs.
     """
-    outermost = comm.begin()
-    try:
-        with _told(comm, call.at("between two steps")) if outermost else contextlib.nullcontext():
-            yield call
-    finally:
-        comm.end()
+    return _Calling(comm, call)
+
+
+class _Calling:
+    """What `calling` gives. Not a generator: a signal handler that raises would find many more places to break it."""
+
+    def __init__(self, comm: Comm, call: Call) -> None:
+        self._comm, self._call = comm, call
+        self._caller: Caller | None = None
+        self._inner = False
+
+    def __enter__(self) -> Call:
+        try:
+            self._caller = Caller(sys._getframe(1))  # noqa: SLF001  # public, but for its name
+            self._inner = not self._comm.begin(self._caller)
+            return self._call  # in the `try`: from here on `__exit__` is called
+        except BaseException as error:
+            self._come_and_leave(error)
+            raise
+
+    def _come_and_leave(self, error: BaseException) -> None:
+        """After an interrupt in `__enter__`: begin all the same, so that the others hear of it, and then end."""
+        while self._caller is not None:
+            try:
+                self._inner = not self._comm.begin(self._caller)
+                self._end(error)
+                return
+            except BaseException:  # noqa: BLE001, S112  # the one that ended the call is raised
+                continue
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        self._end(error)
+
+    def _end(self, error: BaseException | None) -> None:
+        if self._caller is None:
+            return
+        if error is not None and not self._inner:
+            _tell(self._comm, self._call.at("between two steps"), error)
+        self._comm.end(self._caller)
+        self._caller.forget()
 
 
 @contextlib.contextmanager
@@ -192,11 +228,23 @@ def _told(comm: Comm, phase: Phase) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if not is_told(error):
-            with contextlib.suppress(Exception):  # the board cannot be reached: they will miss this rank
-                comm.withdraw(phase, _parting(comm, failure_of(error)))
-            mark_told(error)
+        _tell(comm, phase, error)
         raise
+
+
+def _tell(comm: Comm, phase: Phase, error: BaseException) -> None:
+    """Tell the others why this rank leaves the call, unless they know it. Interrupts are put off until then."""
+    for _ in range(_TRIES):
+        try:
+            if not is_told(error):
+                comm.withdraw(phase, _parting(comm, failure_of(error)))
+                mark_told(error)
+            return
+        except Exception:  # noqa: BLE001  # the board cannot be reached: they will miss this rank
+            mark_told(error)
+            return
+        except BaseException:  # noqa: BLE001, S112  # the one that ended the call is raised
+            continue
 
 
 def _leave(comm: Comm, phase: Phase, error: BaseException) -> None:

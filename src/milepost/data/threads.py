@@ -59,7 +59,8 @@ class Crew:
         self._work = work
         self._started = Latch()
         self._running: list[Latch] = []
-        self._todo = [self._start_all]
+        self._claims: list[object] = []
+        """Who comes first decides: a thread that starts them; or None, from a `join` that came before it."""
 
     def start(self) -> int:
         """Start the threads. Gives how many run: fewer where the system gives no more, or the interpreter is ending."""
@@ -74,21 +75,19 @@ class Crew:
     def join(self, timeout_s: float | None = None) -> bool:
         """Return when all have ended: True. False if that takes longer than the timeout."""
         if not self._started.is_set():
-            try:
-                self._todo.pop()
-            except IndexError:
-                self._started.wait()  # `start` was interrupted, and they are being started
-            else:
+            self._claims.append(None)
+            if self._claims[0] is None:
                 self._started.set()  # nobody has started them, and nobody will
+            self._started.wait()  # else `start` was interrupted, and they are being started
         return all(ended.wait(timeout_s) for ended in list(self._running))
 
     def _once(self) -> None:
-        try:
-            start = self._todo.pop()
-        except IndexError:
+        mine = object()
+        self._claims.append(mine)
+        if self._claims[0] is not mine:
             return
         try:
-            start()
+            self._start_all()
         finally:
             self._started.set()
 

@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from milepost.comm import BoardComm, Comm, MemoryBoard, Phase
+from milepost.comm import BoardComm, Caller, Comm, MemoryBoard, Phase
 
 T = TypeVar("T")
 
@@ -108,14 +108,14 @@ class TroubledComm:
         """The longest time that this rank waits for the others."""
         return self._inner.timeout_s
 
-    def begin(self) -> bool:
+    def begin(self, caller: Caller) -> bool:
         """Begin a call; False within another one."""
         self._silent = False
-        return self._inner.begin()
+        return self._inner.begin(caller)
 
-    def end(self) -> None:
+    def end(self, caller: Caller) -> None:
         """End a call."""
-        self._inner.end()
+        self._inner.end(caller)
 
     def meet(self, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> bytes:
         """Run the hook of this step, then meet."""
