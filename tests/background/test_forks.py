@@ -62,7 +62,7 @@ def test_fork_during_a_pause_has_its_collector():
             child_ends_the_block = os.fork()
             if child_ends_the_block == 0:
                 CollectionPaused().__exit__(None, None, None)
-                os._exit(0 if gc.isenabled() and collection_pause._pauses == 0 else 1)
+                os._exit(0 if gc.isenabled() and not collection_pause._pauses else 1)
             assert os.waitpid(child_ends_the_block, 0)[1] == 0
     finally:
         go.set()

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import TypeVar
 
 from milepost.comm import Caller
+from milepost.data.collection_pause import end_lost_pauses
 from milepost.data.threads import Latch
 from milepost.data.transfer import check_cancelled
 
@@ -102,6 +103,7 @@ class Ticket:
                 if clean_up is not None and not self.settled:
                     clean_up()
                 self.settle()
+                end_lost_pauses()
                 return
             except BaseException:  # noqa: BLE001, S112  # the one that ended the call is raised
                 continue
