@@ -55,6 +55,8 @@ def test_old_module_is_upgraded_by_its_own_code(tmp_path, device):
 @pytest.mark.parametrize("wrap", [torch.compile, nn.DataParallel], ids=["compile", "data parallel"])
 @pytest.mark.parametrize("saved", ["module", "state dict", "file"])
 def test_wrapped_module_sees_the_versions_that_were_saved(tmp_path, saved, wrap, device):
+    if wrap is nn.DataParallel and device == "meta" and torch.cuda.is_available():
+        pytest.skip("DataParallel copies a module to its GPU at once")
     place = tmp_path / "file.pt"
     for old in (1, 2):
         if saved == "file":

@@ -43,7 +43,7 @@ class Versions:
 
 
 def _version(data: object) -> int | None:
-    """The version of a tensor. None for one that has none, and for data that is made when it is written."""
-    if not isinstance(data, torch.Tensor) or data.is_inference():
+    """The version of a tensor. None for one that has none, or no elements, and for data that is made when written."""
+    if not isinstance(data, torch.Tensor) or data.is_inference() or not data.numel():
         return None
     return data._version  # noqa: SLF001  # documented, in spite of its name
