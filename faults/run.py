@@ -19,7 +19,7 @@ import tempfile
 import textwrap
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from pathlib import Path
 if __name__ == "__main__":  # a script finds its neighbours as `ranks`; the package is one folder up
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from faults.published import published_rows
 from faults.rows import FaultRow, Faults, Tally
 
 MODULES: dict[str, tuple[int, ...]] = {
@@ -154,8 +155,20 @@ def json_rows(results: Results) -> list[dict[str, object]]:
     ]
 
 
-def markdown(results: Results, machine: str, full: bool) -> str:
-    """The page: what it is, how to run it, the counts and the machine; the table; how each fault was made."""
+def with_published(results: Results, page: str) -> tuple[Results, list[int]]:
+    """The results, and the rows of an earlier page that were not asked for now; and the numbers of those."""
+    asked = {row.number for row in results.rows} | results.missing.keys()
+    earlier = published_rows(page, asked)
+    rows = sorted([*results.rows, *earlier], key=lambda row: row.number)  # stable: a row may have several lines
+    return Results(tuple(rows), results.missing, results.failed), sorted({row.number for row in earlier})
+
+
+def markdown(results: Results, machine: str, full: bool, earlier: Sequence[int] = ()) -> str:
+    """The page: what it is, how to run it, the counts and the machine; the table; how each fault was made.
+
+    `earlier`: the rows that an earlier run made.
+    """
+    kept_rows = f" Rows {_spans(earlier)} are from an earlier run." if earlier else ""
     mine = sum(row.milepost.trials for row in results.rows)
     other = sum(row.dcp.trials for row in results.rows if row.dcp)
     how = "--full" if full else "--quick"
@@ -171,7 +184,7 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         *_paragraph(
             f"Made by `python faults/run.py {how} --markdown docs/explanation/faults.md`; do not edit. "
             f"{mine:,} trials of Milepost and {other:,} of DCP; "
-            f"{kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run."
+            f"{kept} of {len(results.rows)} rows kept the promise, {len(results.missing)} were not run.{kept_rows}"
         ),
         "",
         *(f"    {line}" for line in machine.splitlines()),
@@ -193,6 +206,17 @@ def markdown(results: Results, machine: str, full: bool) -> str:
         *(line for name, why in results.failed.items() for line in _item(f"`{name}` failed: {_escaped(why)}")),
         "",
     ])  # fmt: skip
+
+
+def _spans(numbers: Sequence[int]) -> str:
+    """Numbers in order, with runs joined: 1-5, 8."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _paragraph(text: str, first: str = "", rest: str = "") -> list[str]:
@@ -243,7 +267,9 @@ def main() -> int:
     parser.add_argument("--rows", type=numbers, default=NUMBERS, metavar="1,2,13", help="only these rows")
     parser.add_argument("--folder", type=Path, help="where the modules work; by default the temporary folder")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="write the page")
+    parser.add_argument(
+        "--markdown", type=Path, metavar="FILE", help="write the page; it keeps rows that are not run now"
+    )
     asked = parser.parse_args()
     results = run(asked.rows, asked.full, asked.folder)
     print((__doc__ or "").splitlines()[0])
@@ -256,7 +282,8 @@ def main() -> int:
         from benchmarks.machine import machine
 
         place = asked.folder or Path(tempfile.gettempdir())
-        asked.markdown.write_text(markdown(results, machine(place), asked.full))
+        results, earlier = with_published(results, asked.markdown.read_text() if asked.markdown.exists() else "")
+        asked.markdown.write_text(markdown(results, machine(place), asked.full, earlier))
     return 0 if results.ok else 1
 
 

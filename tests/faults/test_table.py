@@ -157,3 +157,19 @@ def test_a_row_that_nobody_knows_is_an_error_of_the_call():
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "there is no row 99" in done.stderr
+
+
+def test_a_run_of_some_rows_keeps_the_others_of_the_page():
+    first = Results(
+        (GOOD, row(6, {"new": 1}, ("new",), fault="ext4"), row(6, {"old": 2}, ("new",), fault="xfs"), BAD), {}, {}
+    )
+    page = faults.markdown(first, "a machine", full=True)
+    again, earlier = faults.with_published(Results((row(13, {"fine": 9}),), {20: "why"}, {}), page)
+    assert earlier == [2, 6]
+    assert [(r.number, r.fault, r.ok) for r in again.rows] == [
+        (2, "a fault", True), (6, "ext4", True), (6, "xfs", False), (13, "a fault", True),
+    ]  # fmt: skip
+    assert again.rows[0].dcp == GOOD.dcp
+    text = faults.markdown(again, "a machine", full=True, earlier=earlier)
+    assert "Rows 2, 6 are from an earlier run." in text
+    assert faults.cells(again)[0] == faults.cells(first)[0]
