@@ -263,7 +263,7 @@ def test_where_nobody_can_say_whether_it_was_committed_nothing_is_removed(tmp_pa
                 raise StorageError("the second trouble", errno=5)
             return super().reader(name)
 
-    with pytest.raises(StorageError, match="the (first|second) trouble"):
+    with pytest.raises(StorageError, match=r"the (first|second) trouble"):
         milepost.save({"a": torch.ones(4)}, Breaks(tmp_path), planner=Central())
     assert torch.equal(milepost.open(tmp_path)["a"].read(), torch.ones(4))
 
