@@ -3,7 +3,7 @@
 A signal handler that raises (Ctrl-C, an alarm, a notebook's interrupt) can end a call between any two instructions,
 and even the code that cleans up after it. So nothing here depends on clean-up that runs: the background commits only
 what the caller has released, as its last act before it returned. A call that ended in any other way has withdrawn its
-save, also if it could not say so: the background looks whether the call is still on its thread's stack.
+save, also if it could not say so: the background looks whether the call still runs.
 """
 
 import sys
@@ -67,7 +67,7 @@ class Ticket:
         self._clean_up: Callable[[], None] | None = None
 
     def is_lost(self) -> bool:
-        """Whether the call has ended: it is no longer on the stack of its thread."""
+        """Whether the call has ended."""
         return self._caller.is_lost()
 
     def on_leave(self, clean_up: Callable[[], None]) -> None:
