@@ -76,7 +76,7 @@ def test_a_refusal_is_good():
 )
 def test_a_decoder_without_one_of_its_checks_is_found_out(monkeypatch, name, check):
     monkeypatch.setattr(check, lambda *_: None)
-    runs = (fuzz(decoders()[name], 500, random.Random(seed)) for seed in range(10))
+    runs = (fuzz(decoders()[name], 500, random.Random(seed)) for seed in range(40))
     assert any(set(done.ended) - GOOD for done in runs)
 
 
@@ -114,7 +114,7 @@ def test_guidance_passes_nested_conditions_that_chance_does_not():
     decoder = made_up(hides_a_fault, seed=b'{"a": 1, "b": 2, "c": 3, "d": 4}', change=change_json)
 
     def finds(guided):
-        runs = [fuzz(decoder, 2500, random.Random(seed), guided, [__file__]) for seed in range(8)]
+        runs = [fuzz(decoder, 2500, random.Random(seed), guided, [__file__]) for seed in range(16)]
         return sum("crash (KeyError)" in done.ended for done in runs)
 
     assert finds(guided=True) >= 4

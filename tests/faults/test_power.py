@@ -141,6 +141,7 @@ def record_calls(monkeypatch, root, calls):
         return f"create {where(args[0], options.get('dir_fd'))}" if args[1] & os.O_CREAT else None
 
     recorded("open", opened)
+    recorded("symlink", lambda args, _: f"create {where(args[1])}")  # a claim
     for name in ("mkdir", "unlink", "rmdir"):
         recorded(name, lambda args, options, name=name: f"{name} {where(args[0], options.get('dir_fd'))}")
     for name in ("link", "rename"):
