@@ -29,6 +29,7 @@ LAYERS = [
     ["formats.write"],
     ["steps"],
     ["", "dcp", "testing"],
+    ["integrations"],
 ]
 """Folders and modules, bottom to top, as in docs/explanation/design.md. Those on one line do not import each other."""
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}

@@ -22,6 +22,7 @@ PROSE = sorted([*ROOT.glob("*.md"), *DOCS.rglob("*.md"), *(ROOT / ".github").rgl
 EVERYTHING = [*PROSE, *sorted(ROOT.glob("*/README.md"))]
 RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for block in pages.blocks(page)}]
 TUTORIAL = DOCS / "tutorial.md"  # starts real jobs
+FRAMEWORKS = DOCS / "frameworks"  # one page for each framework
 LONG = pytest.mark.timeout(600)  # seconds; the machine may be busy
 PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
@@ -42,9 +43,11 @@ def anchors(page):
 
 
 def marks_of(page):
-    """Each page starts an interpreter or more: only the README is fast."""
-    slow = [] if page == ROOT / "README.md" else [pytest.mark.slow]
-    return [*slow, LONG] if page == TUTORIAL else slow
+    """Each page starts an interpreter or more: only the README is fast. Pages on frameworks need them."""
+    marks = [] if page == ROOT / "README.md" else [pytest.mark.slow]
+    if page == TUTORIAL or page.parent == FRAMEWORKS:
+        marks.append(LONG)
+    return [*marks, pytest.mark.frameworks] if page.parent == FRAMEWORKS else marks
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=marks_of(p), id=name_of(p)) for p in RUNNING])
@@ -135,7 +138,7 @@ def test_every_option_is_in_the_reference():
 
 
 def test_the_design_page_draws_the_layers():
-    [drawing] = [b.text for b in pages.blocks(DOCS / "explanation" / "design.md") if b.text.startswith("milepost  dcp")]
+    [drawing] = [b.text for b in pages.blocks(DOCS / "explanation" / "design.md") if b.text.startswith("integrations")]
     drawn = [re.split(r" {3,}", line)[0].split() for line in drawing.splitlines()]
     layers = [[name or "milepost" for name in names] for names in test_architecture.LAYERS]
     assert [sorted(names) for names in reversed(drawn)] == [sorted(names) for names in layers]

@@ -1,0 +1,1 @@
+"""Glue for the frameworks that people train with. Each module imports its framework; nothing imports these."""
