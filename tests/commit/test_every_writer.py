@@ -14,7 +14,7 @@ import milepost
 from milepost.errors import Failure
 from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore, Crash, CrashingStore, ReplyLosingStore, UnsyncedStore, run_ranks
-from tests.commit.writers import WRITERS
+from tests.commit.writers import WRITERS, FailsAfterCommit, SeesNothingNew
 
 pytestmark = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 
@@ -259,34 +259,6 @@ def test_lost_replies_cost_no_checkpoint(write, kind, repeats):
         assert losing.lost > 0
     write(state(4), inner)
     assert read(inner) == 4
-
-
-class SeesNothingNew(CountingStore):
-    """The store as a rank sees it whose listings and lookups are old: no manifest of generation 2."""
-
-    def reader(self, name):
-        if name.startswith("manifest-00000002"):
-            raise FileNotFoundError(name)
-        return super().reader(name)
-
-    def list(self, prefix):
-        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
-
-
-class FailsAfterCommit(CountingStore):
-    """A store that fails, or is interrupted, at calls of some kinds once the manifest is there."""
-
-    def __init__(self, inner, calls, error):
-        super().__init__(inner)
-        self.failing, self.error, self.committed = calls, error, False
-
-    def before(self, number, call):
-        if self.committed and call.startswith(self.failing):
-            raise self.error
-
-    def after(self, number, call):
-        self.committed = self.committed or call == "create manifest-00000002.json"
-        self.before(number, call)
 
 
 @pytest.mark.parametrize(

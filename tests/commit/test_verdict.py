@@ -6,34 +6,14 @@ import torch
 import milepost
 from milepost.store import LocalStore
 from milepost.testing import CountingStore, ReplyLosingStore
+from tests.commit.writers import FailsAfterCommit, SeesNothingNew
 from tests.ranks import spawn
 
 
-class SeesNothingNew(CountingStore):
-    """The folder as a machine with an old cache sees it: no manifest of generation 2."""
-
-    def reader(self, name):
-        if name.startswith("manifest-00000002"):
-            raise FileNotFoundError(name)
-        return super().reader(name)
-
-    def list(self, prefix):
-        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
-
-
-class FailsAfterCommit(CountingStore):
+def gone(folder):
     """A server that is gone once the manifest is there, and has not answered the commit."""
-
-    committed = False
-
-    def before(self, number, call):
-        if self.committed and call.startswith(("list manifest-", "reader manifest-")):
-            raise milepost.StorageError("the server is gone")
-
-    def after(self, number, call):
-        if call == "create manifest-00000002.json":
-            self.committed = True
-            raise milepost.StorageError("the server is gone")
+    calls = ("create manifest-", "list manifest-", "reader manifest-")
+    return FailsAfterCommit(LocalStore(folder), calls, milepost.StorageError("the server is gone"))
 
 
 class CannotList(CountingStore):
@@ -55,7 +35,7 @@ def state(number):
 
 def save_with_trouble(rank, folder):
     milepost.save(state(1), folder)
-    store = SeesNothingNew(LocalStore(folder)) if rank else FailsAfterCommit(LocalStore(folder))
+    store = SeesNothingNew(LocalStore(folder)) if rank else gone(folder)
     with pytest.raises(milepost.StorageError, match="the server is gone"):
         milepost.save(state(2), store)
     target = state(0)
@@ -79,7 +59,7 @@ def test_one_process_knows_what_it_committed(tmp_path):
     """It cannot look whose manifest it is, so its data stays."""
     milepost.save(state(1), tmp_path)
     with pytest.raises(milepost.StorageError, match="the server is gone"):
-        milepost.save(state(2), FailsAfterCommit(LocalStore(tmp_path)))
+        milepost.save(state(2), gone(tmp_path))
     assert milepost.open(tmp_path).verify().ok
     assert milepost.open(tmp_path)["n"] == 2
 

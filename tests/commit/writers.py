@@ -1,9 +1,10 @@
-"""The four ways to write a checkpoint: `save`, a planner's save, `milepost.dcp.save`, and `convert`."""
+"""The four ways to write a checkpoint, `save`, a planner's save, `milepost.dcp.save` and `convert`; stores in trouble."""
 
 import milepost
 import milepost.dcp
 from milepost.planning import CheckpointWriter, DefaultSavePlanner
 from milepost.store import MemoryStore
+from milepost.testing import CountingStore
 
 
 class GlobalPlanner(DefaultSavePlanner):
@@ -32,3 +33,31 @@ def by_convert(state, place, comm=None):
 
 
 WRITERS = {"save": by_save, "planner": by_planner, "dcp": by_dcp, "convert": by_convert}
+
+
+class SeesNothingNew(CountingStore):
+    """The store as a rank sees it whose listings and lookups are old: no manifest of generation 2."""
+
+    def reader(self, name):
+        if name.startswith("manifest-00000002"):
+            raise FileNotFoundError(name)
+        return super().reader(name)
+
+    def list(self, prefix):
+        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
+
+
+class FailsAfterCommit(CountingStore):
+    """A store that fails, or is interrupted, at calls of some kinds once the manifest is there."""
+
+    def __init__(self, inner, calls, error):
+        super().__init__(inner)
+        self.failing, self.error, self.committed = calls, error, False
+
+    def before(self, number, call):
+        if self.committed and call.startswith(self.failing):
+            raise self.error
+
+    def after(self, number, call):
+        self.committed = self.committed or call == "create manifest-00000002.json"
+        self.before(number, call)
