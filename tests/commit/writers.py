@@ -1,4 +1,4 @@
-"""The four ways to write a checkpoint, `save`, a planner's save, `milepost.dcp.save` and `convert`; stores in trouble."""
+"""The four ways to write a checkpoint, `save`, a planner's save, `milepost.dcp.save`, `convert`; stores in trouble."""
 
 import milepost
 import milepost.dcp
