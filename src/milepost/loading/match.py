@@ -9,7 +9,7 @@ extra state of modules. An object is asked for the tensors that it has only wher
 import reprlib
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
 import torch
@@ -96,7 +96,7 @@ class Matcher:
 
     def match(self, state: Any) -> Match:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
-        self._names = OwnerNames(state)
+        self._names = cache(partial(OwnerNames, state))
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
         placements = self._compare(flat)
@@ -187,7 +187,7 @@ class Matcher:
         """Match an optimizer by the names of its parameters, where both it and what was saved have them."""
         if branch is not None and not is_named(branch):
             return False
-        named = self._names.of(optimizer)
+        named = self._names().of(optimizer)
         if named is None:
             if branch is not None:
                 self._kinds[show_path(path)] = _WITHOUT_NAMES

@@ -11,6 +11,7 @@ Names of different ranks (pipeline stages, experts) stand side by side, and equa
 parameter that no module owns keeps its number.
 """
 
+import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -193,7 +194,7 @@ def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) ->
     A collective on the ranks of the model, as is its state dict.
     """
     fsdp: Any = fsdp_class()
-    with sharded_states(module):
+    with sharded_states(module), _quietly():
         state_dict = fsdp.optim_state_dict(module, optimizer)
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     plain = plain_keys_of(module, names)
@@ -205,12 +206,20 @@ def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) ->
 
     def like(name: Hashable) -> Any:
         if not shards:
-            with sharded_states(module):
+            with sharded_states(module), _quietly():
                 shards.update(module.state_dict())
         return shards.get(name)
 
     def feed(wanted: dict[str, Any]) -> None:
-        with sharded_states(module):
+        with sharded_states(module), _quietly():
             optimizer.load_state_dict(fsdp.optim_state_dict_to_load(module, optimizer, wanted))
 
     return NamedOptimizer(optimizer, groups, state_dict, like, feed)
+
+
+@contextlib.contextmanager
+def _quietly() -> Iterator[None]:
+    """Without torch's advice to use other functions than those of FSDP1: the user does not call them."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        yield
