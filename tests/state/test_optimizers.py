@@ -1,13 +1,16 @@
 """Optimizers are keyed by the names of their parameters: any order and grouping gives each its state back."""
 
+import copy
 import warnings
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 
 import milepost
 from milepost.store import MemoryStore
@@ -401,3 +404,40 @@ def test_every_way_to_save_uses_names(tmp_path, way):
         milepost.async_save(state, tmp_path).result()
         milepost.load({"model": other, "optim": target}, tmp_path)
     assert same(by_name(other, target)["2.bias"][0], by_name(model, optimizer)["2.bias"][0])
+
+
+FORMS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("way", ["milepost", "dcp", "torch"])
+@pytest.mark.parametrize("form", FORMS)
+def test_torchs_state_dicts_by_name_load_into_an_optimizer(tmp_path, form, way):
+    model, optimizer = trained()
+    names = get_model_state_dict(model), get_optimizer_state_dict(model, optimizer, options=FORMS[form])
+    state = dict(zip(("model", "optim"), names, strict=True))
+    if way == "milepost":
+        milepost.save(state, tmp_path)
+    elif way == "dcp":
+        dcp.save(state, checkpoint_id=tmp_path)
+    else:
+        torch.save(state, tmp_path / "a.pt")
+    other = net()
+    targets = make(other, [[["2.weight", "2.bias"]], [["0.bias"], ["0.weight"]]], lr=0.9)
+    averaged = copy.deepcopy(other)
+    place = tmp_path / "a.pt" if way == "torch" else tmp_path
+    milepost.load({"model": other, "a": targets[0], "b": targets[1], "ema": averaged}, place, allow_missing=True)
+    assert same(by_name(other, *targets), by_name(model, optimizer))
+
+
+def test_conversion_keeps_the_names(tmp_path):
+    model, optimizer = trained()
+    milepost.save({"model": model, "optim": optimizer}, tmp_path / "a")
+    milepost.convert(tmp_path / "a", tmp_path / "b", to="dcp")
+    milepost.convert(tmp_path / "a", tmp_path / "c.pt", to="torch")
+    assert torch.load(tmp_path / "c.pt")["optim"]["state"]["model.0.weight"]["step"] == 2
+    for place in (tmp_path / "b", tmp_path / "c.pt"):
+        other = net()
+        target = torch.optim.AdamW(reversed(list(other.parameters())))
+        milepost.load({"model": other, "optim": target}, place)
+        assert same(by_name(other, target), by_name(model, optimizer))

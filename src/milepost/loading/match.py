@@ -22,8 +22,9 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
-from milepost.loading.optimizers import OptimizerMatch, OptimizerMatcher, OptimizerPlan, SavedOptimizers, is_named
+from milepost.loading.optimizers import OptimizerMatch, OptimizerMatcher, OptimizerPlan
 from milepost.loading.report import RankMatch, bits_of
+from milepost.loading.saved_optimizers import SavedOptimizers
 from milepost.loading.saved_tree import find_branch, leaves_of, lookup, name_of, named_like, spellings
 from milepost.loading.share_reads import host_id
 from milepost.loading.target import Match, Owners, has_no_memory, placements_for
@@ -112,7 +113,7 @@ class Matcher:
             self._shared_bytes,
             self._on_device,
             host_id() if self._shared_bytes else b"",
-            {key: why for key, why in self._reasons.items() if key in self._missing},
+            {key: self._reasons[key] for key in self._missing if key in self._reasons},
         )
         return Match(
             self._manifest,
@@ -185,7 +186,7 @@ class Matcher:
 
     def _open_named(self, optimizer: torch.optim.Optimizer, branch: Branch | None, path: Path) -> bool:
         """Match an optimizer by the names of its parameters, where both it and what was saved have them."""
-        if branch is not None and not is_named(branch):
+        if branch is not None and self._saved_optimizers.at(path) is None:
             return False
         named = self._names().of(optimizer)
         if named is None:

@@ -4,60 +4,22 @@ Each parameter gets the state that was saved under its name, wherever it stood: 
 another optimizer. Each group gets the options on which the saved groups of its parameters agree.
 """
 
-import reprlib
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from milepost.core.tree import LEAVES, Branch, Node, Parts, Path, build, is_dict, show_path
+from milepost.core.tree import Branch, Node, Parts, Path, build, show_path
 from milepost.errors import StateMismatch
-from milepost.loading.saved_tree import leaves_of, lookup, name_of
+from milepost.loading.saved_optimizers import Home, SavedGroup, SavedOptimizer, SavedOptimizers
+from milepost.loading.saved_tree import lookup
 from milepost.state.optimizers import Member, NamedOptimizer, group_key, options_of
 from milepost.state.values import Codec
 
 MakeLeaf = Callable[[Node, Any, Any], Any]
 """What a target gets for a saved leaf: `make(node, existing, like)`."""
 Compose = Callable[[Parts, Any], Parts]
-_SCHEDULED = {"initial_lr", "max_lr", "min_lr", "swa_lr", "base_momentum", "max_momentum"}
-"""The options that schedulers of torch add to groups."""
-
-
-@dataclass(frozen=True, slots=True)
-class SavedGroup:
-    """A group of a saved optimizer: the branches of its options, and a leaf for each name that it holds."""
-
-    options: Mapping[str, Branch]
-    members: Mapping[Hashable, Node]
-
-
-@dataclass(frozen=True, slots=True)
-class SavedOptimizer:
-    """A saved optimizer that is keyed by name. `first`: the name under which the state of each name stands.
-
-    `holders`: the groups that hold each name; several, where ranks hold different parts of one group.
-    """
-
-    path: Path
-    state: Mapping[Hashable, Branch]
-    groups: Mapping[Hashable, SavedGroup]
-    first: Mapping[Hashable, Hashable]
-    holders: Mapping[Hashable, Sequence[Hashable]]
-    others: Mapping[Hashable, Branch]
-
-
-@dataclass(frozen=True, slots=True)
-class _Home:
-    """Where a parameter was saved: the optimizer, and those of the parameter's names that it holds."""
-
-    saved: SavedOptimizer
-    names: tuple[Hashable, ...]
-
-    @property
-    def states(self) -> tuple[Hashable, ...]:
-        """The names under which its state stands. Several for a tied parameter that was not tied when it was saved."""
-        return tuple(dict.fromkeys(self.saved.first[name] for name in self.names))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +27,8 @@ class OptimizerPlan:
     """How a filled tree becomes the state dict of an optimizer.
 
     `states`: the names in the tree of the members that were saved, by id. `sources`: for each group the keys in the
-    tree of the groups that give it its options. `kept`: the members of which nothing was saved.
+    tree of the groups that give it its options, and `given` what these have beside the tree. `kept`: the members of
+    which nothing was saved. `extra`: the keys of state that belongs to no parameter.
     """
 
     named: NamedOptimizer
@@ -74,6 +37,7 @@ class OptimizerPlan:
     sources: tuple[tuple[Hashable, ...], ...]
     kept: frozenset[Hashable]
     extra: tuple[Hashable, ...]
+    given: Mapping[Hashable, Mapping[str, Any]]
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Give the optimizer what the tree holds for its parameters. What was not saved stays as it is."""
@@ -83,7 +47,7 @@ class OptimizerPlan:
         state.update((key, there[key]) for key in self.extra)
         groups = []
         for group, sources in zip(own["param_groups"], self.sources, strict=True):
-            found = [options_of(tree["param_groups"][key]) for key in sources]
+            found = [{**options_of(tree["param_groups"][key]), **self.given[key]} for key in sources]
             groups.append({**group, **_agreed(found, show_path(self.path))})
         with torch.inference_mode(mode=False):  # what it makes of the state must be fit for training
             self.named.feed({**own, **tree, "state": state, "param_groups": groups})
@@ -111,93 +75,6 @@ def _equal(one: Any, other: Any) -> bool:
     return bool(one == other)
 
 
-def is_named(branch: Branch | None) -> bool:
-    """Whether an optimizer was saved by the names of its parameters."""
-    inner = _inside(branch) if branch is not None else {}
-    groups = inner.get("param_groups")
-    if "state" not in inner or groups is None or not is_dict(groups.node.kind) or not is_dict(inner["state"].node.kind):
-        return False
-    held = [_inside(group).get("params") for group in groups.children]
-    return bool(held) and all(one is not None and is_dict(one.node.kind) for one in held)
-
-
-def _inside(branch: Branch) -> dict[str, Branch]:
-    """The children of a dict that have a name which is plain text."""
-    if not is_dict(branch.node.kind):
-        return {}
-    return {child.node.name: child for child in branch.children if isinstance(child.node.name, str)}
-
-
-class SavedOptimizers:
-    """The optimizers of a checkpoint that are keyed by name."""
-
-    def __init__(self, root: Branch, codec: Codec, values: Mapping[str, Any]) -> None:
-        self._codec, self._values = codec, values
-        self.found = [self._read(branch, path) for branch, path in self._find(root, ())]
-
-    def _find(self, branch: Branch, path: Path) -> Iterator[tuple[Branch, Path]]:
-        if is_named(branch):
-            yield branch, path
-            return
-        for i, child in enumerate(branch.children):
-            if child.node.kind not in LEAVES and child.children:
-                yield from self._find(child, (*path, name_of(branch, i, self._codec)))
-
-    def _read(self, branch: Branch, path: Path) -> SavedOptimizer:
-        parts = self._children(branch)
-        groups: dict[Hashable, SavedGroup] = {}
-        first: dict[Hashable, Hashable] = {}
-        holders: dict[Hashable, list[Hashable]] = {}
-        for key, group in self._children(parts["param_groups"]).items():
-            options = self._children(group)
-            members = {name: child.node for name, child in self._children(options.pop("params")).items()}
-            groups[key] = SavedGroup({str(name): option for name, option in options.items()}, members)
-            for name, node in members.items():
-                same = self._codec.decode(self._values[node.key], node.key) if node.key in self._values else None
-                first[name] = same if isinstance(same, str) else name
-                holders.setdefault(name, []).append(key)
-        others = {name: child for name, child in parts.items() if name not in ("state", "param_groups")}
-        return SavedOptimizer(path, self._children(parts["state"]), groups, first, holders, others)
-
-    def _children(self, branch: Branch) -> dict[Hashable, Branch]:
-        return {name_of(branch, i, self._codec): child for i, child in enumerate(branch.children)}
-
-    def home_of(self, member: Member, path: Path, group: Mapping[str, Any]) -> _Home | str:
-        """Where a parameter of the optimizer at `path` was saved, or why nowhere. `group`: its group of the target."""
-        held: list[_Home] = []
-        for saved in self.found:
-            names = member.names or ((member.id,) if saved.path == path else ())
-            here = tuple(name for name in names if name in saved.first)
-            held += [_Home(saved, here)] if here else []
-        held = [home for home in held if home.saved.path == path] or held
-        if not held:
-            return "no saved optimizer holds this parameter"
-        if len(held) > 1:
-            listed = ", ".join(repr(show_path(home.saved.path)) for home in held)
-            return f"several saved optimizers hold it ({listed}); give this one the key of one of them"
-        saved = held[0].saved
-        for key in saved.holders[held[0].names[0]]:
-            odd = saved.groups[key].options.keys() - group.keys() - _SCHEDULED
-            lacks = group.keys() - saved.groups[key].options.keys() - _SCHEDULED
-            if odd and lacks:
-                return (
-                    f"{show_path(saved.path)!r} holds it, an optimizer of another kind: it has the options "
-                    f"{', '.join(sorted(odd))} and not {', '.join(sorted(lacks))}"
-                )
-        return held[0]
-
-    def fingerprint(self, option: Branch) -> Any:
-        """What can be told of a saved option without reading it: its plain values."""
-        if option.node.kind in LEAVES:
-            return [(option.node.kind, self._values.get(option.node.key))]
-        return [(node.key[len(option.node.key) :], self._values.get(node.key)) for node in leaves_of(option)]
-
-    def shown(self, option: Branch) -> str:
-        """A saved option as people read it."""
-        key = option.node.key
-        return reprlib.repr(self._codec.decode(self._values[key], key)) if key in self._values else "another value"
-
-
 @dataclass(slots=True)
 class OptimizerMatch:
     """One optimizer of a target, matched: the tree that stands for it, and where its leaves were saved.
@@ -223,6 +100,8 @@ class OptimizerMatcher:
         self._make, self._compose = make, compose
         self._current = named.named()
         self._keys: dict[tuple[Path, Hashable], Hashable] = {}
+        self._given: dict[Hashable, Mapping[str, Any]] = {}
+        self._marked: set[str] = set()
         self._found = OptimizerMatch({"state": {}, "param_groups": {}})
 
     def match(self) -> OptimizerMatch:
@@ -232,7 +111,7 @@ class OptimizerMatcher:
         sources: list[tuple[Hashable, ...]] = []
         groups = self._named.state_dict["param_groups"]
         for number, (group, members) in enumerate(zip(groups, self._named.groups, strict=True)):
-            homes: list[_Home] = []
+            homes: list[Home] = []
             for member in members:
                 home = self._saved.home_of(member, self._path, options_of(group))
                 if isinstance(home, str):
@@ -248,7 +127,7 @@ class OptimizerMatcher:
             )
             self._check_order(homes, members)
         extra = self._open_rest()
-        plan = OptimizerPlan(self._named, self._path, states, tuple(sources), frozenset(kept), extra)
+        plan = OptimizerPlan(self._named, self._path, states, tuple(sources), frozenset(kept), extra, self._given)
         self._found.plan = plan if states else None
         return self._found
 
@@ -268,7 +147,7 @@ class OptimizerMatcher:
 
         return build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
 
-    def _open_state(self, member: Member, home: _Home) -> None:
+    def _open_state(self, member: Member, home: Home) -> None:
         """The state of a parameter. Of a tied one each that was saved is read into the same tensors, and compared."""
         existing = self._current["state"].get(member.name)
         for i, first in enumerate(home.states):
@@ -280,7 +159,7 @@ class OptimizerMatcher:
             self._found.tree["state"][name] = built
             existing = built if i == 0 else existing
 
-    def _open_groups(self, homes: Sequence[_Home], own: Mapping[str, Any], key: Hashable) -> tuple[Hashable, ...]:
+    def _open_groups(self, homes: Sequence[Home], own: Mapping[str, Any], key: Hashable) -> tuple[Hashable, ...]:
         """The saved groups of a group's parameters. Gives their keys in the tree."""
         sources: dict[Hashable, SavedGroup] = {}
         for home in homes:
@@ -288,11 +167,16 @@ class OptimizerMatcher:
                 for saved_key in home.saved.holders[name]:
                     at = self._group(home.saved, saved_key, own)
                     sources[at] = home.saved.groups[saved_key]
-                    node = sources[at].members[name]
-                    self._found.tree["param_groups"][at]["params"][name] = self._make(node, None, None)
-                    self._found.redirected[(*self._path, "param_groups", at, "params", name)] = node.key
+                    self._mark(at, name, sources[at].members[name])
         self._compare_options(sources, key)
         return tuple(sources)
+
+    def _mark(self, at: Hashable, name: Hashable, node: Node) -> None:
+        """Want the leaf that says that a saved group holds a name. Torch has one leaf for all names of a group."""
+        if node.key not in self._marked:
+            self._marked.add(node.key)
+            self._found.tree["param_groups"][at]["params"][name] = self._make(node, None, None)
+            self._found.redirected[(*self._path, "param_groups", at, "params", name)] = node.key
 
     def _open_empty(self, number: Hashable, own: Mapping[str, Any]) -> tuple[Hashable, ...]:
         """The saved group without parameters that has the number of one of the target."""
@@ -307,6 +191,7 @@ class OptimizerMatcher:
         if (saved.path, key) not in self._keys:
             at = key if key not in groups else f"{show_path(saved.path)}: {key}"
             self._keys[saved.path, key] = at
+            self._given[at] = saved.groups[key].given
             groups[at] = {
                 name: self._build(branch, ("param_groups", at, name), like=own.get(name))
                 for name, branch in saved.groups[key].options.items()
@@ -316,18 +201,19 @@ class OptimizerMatcher:
 
     def _compare_options(self, sources: Mapping[Hashable, SavedGroup], key: Hashable) -> None:
         """Note the options that differ between saved groups which are one group of the target."""
-        for name in dict.fromkeys(name for group in sources.values() for name in group.options):
-            having = {at: group.options[name] for at, group in sources.items() if name in group.options}
-            prints = {at: self._saved.fingerprint(option) for at, option in having.items()}
-            first = next(iter(prints))
-            other = next((at for at, value in prints.items() if value != prints[first]), None)
+        names = sorted(set().union(*(group.option_names() for group in sources.values())))
+        for name in names:
+            prints = {at: self._saved.fingerprint(group, name) for at, group in sources.items()}
+            having = [at for at, value in prints.items() if value is not None]
+            other = next((at for at in having if prints[at] != prints[having[0]]), None)
             if other is not None:
-                values = [f"{self._saved.shown(having[at])} in the group of {at!r}" for at in (first, other)]
+                both = (having[0], other)
+                values = [f"{self._saved.shown(sources[at], name)} in the group of {at!r}" for at in both]
                 self._found.missing[self._key("param_groups", key, name)] = (
                     f"saved as {' and '.join(values)}, which are one group here"
                 )
 
-    def _check_order(self, homes: Sequence[_Home], members: Sequence[Member]) -> None:
+    def _check_order(self, homes: Sequence[Home], members: Sequence[Member]) -> None:
         """Refuse another order for an optimizer that keeps one vector for all parameters together."""
         if not homes or not isinstance(self._named.optimizer, torch.optim.LBFGS):
             return
@@ -341,7 +227,7 @@ class OptimizerMatcher:
 
     def _open_rest(self) -> tuple[Hashable, ...]:
         """What the saved optimizer of the same key holds beside its parameters. Gives the keys of state without one."""
-        saved = next((one for one in self._saved.found if one.path == self._path), None)
+        saved = self._saved.at(self._path)
         if saved is None:
             return ()
         for name, branch in saved.others.items():

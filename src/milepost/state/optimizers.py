@@ -15,7 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,7 @@ from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import Path, children, exact_path, show_path
 from milepost.state.wrappers import fsdp_class, parameters_of, plain_keys_of, sharded_states
 
+T = TypeVar("T")
 _SHOWN = 5
 _NOT_OPTIONS = ("params", "param_names")
 """What a group holds of its parameters."""
@@ -33,7 +34,8 @@ _NOT_OPTIONS = ("params", "param_names")
 class Member:
     """A parameter of an optimizer. `id`: its number, or what else the optimizer's state dict calls it.
 
-    `names`: all its names in the state, none where no module owns it. `short`: its names within its module.
+    `names`: all its names in the state, none where no module owns it. `short`: its names within its module, where no
+    other parameter of the state's optimizers has the same one.
     """
 
     id: Hashable
@@ -96,16 +98,22 @@ class OwnerNames:
     """The parameters that the modules of a state own, with their names."""
 
     def __init__(self, state: Any) -> None:
-        self._modules = list(_modules_in(state, ()))
+        self._modules = list(_found_in(state, (), nn.Module))
+        optimizers = [one for _, one in _found_in(state, (), torch.optim.Optimizer)]
+        trained = {id(parameter) for optimizer in optimizers for parameter in _parameters(optimizer)}
         self._paths: dict[int, list[tuple[int, Path]]] = {}
         self._parameters: dict[int, torch.Tensor] = {}  # which keeps their ids from being used again
         texts: dict[str, set[int]] = {}
+        short: dict[str, set[int]] = {}
         for number, (path, module) in enumerate(self._modules):
             for name, parameter in parameters_of(module):
                 self._parameters[id(parameter)] = parameter
                 self._paths.setdefault(id(parameter), []).append((number, (*path, name)))
                 texts.setdefault(show_path((*path, name)), set()).add(id(parameter))
+                if id(parameter) in trained:
+                    short.setdefault(name, set()).add(id(parameter))
         self._ambiguous = {text for text, ids in texts.items() if len(ids) > 1}
+        self._repeated = {name for name, ids in short.items() if len(ids) > 1}
 
     def of(self, optimizer: torch.optim.Optimizer) -> NamedOptimizer | None:
         """The optimizer with names. None for one whose parameters have none, or that has a state dict of its own."""
@@ -135,7 +143,7 @@ class OwnerNames:
     def _member(self, number: Hashable, parameter: torch.Tensor) -> Member:
         found = self._paths.get(id(parameter), [])
         names = dict.fromkeys(self._text(path) for _, path in found)
-        short = dict.fromkeys(str(path[-1]) for _, path in found)
+        short = dict.fromkeys(str(path[-1]) for _, path in found if str(path[-1]) not in self._repeated)
         return Member(number, tuple(names), tuple(short))
 
     def _text(self, path: Path) -> str:
@@ -157,13 +165,14 @@ def warn_of_numbers(named: NamedOptimizer, path: Path) -> None:
         )
 
 
-def _modules_in(value: Any, path: Path) -> Iterator[tuple[Path, nn.Module]]:
-    if isinstance(value, nn.Module):
+def _found_in(value: Any, path: Path, kind: type[T]) -> Iterator[tuple[Path, T]]:
+    """The objects of a class in the containers of a state."""
+    if isinstance(value, kind):
         yield path, value
     elif isinstance(value, (Mapping, list, tuple)) and len(path) <= MAX_DEPTH:
         for key, child in children(value):
-            if isinstance(child, (nn.Module, Mapping, list, tuple)):
-                yield from _modules_in(child, (*path, key))
+            if isinstance(child, (kind, Mapping, list, tuple)):
+                yield from _found_in(child, (*path, key), kind)
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
