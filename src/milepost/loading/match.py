@@ -8,7 +8,7 @@ extra state of modules. An object is asked for the tensors that it has only wher
 
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
 from typing import Any
 
@@ -165,12 +165,14 @@ class Matcher:
         if branch is None or branch.node.kind in LEAVES:
             return self._open_unsaved(value, path)
         current = state_dict_of(value, path) if self._is_asked(value, branch) else None
+        groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+        parameters = [parameter for group in groups for parameter in group["params"]]
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = lookup(current, inner[len(path) :])
             if not isinstance(value, torch.optim.Optimizer):
                 return self._leaf(node, existing)
-            return self._leaf(node, existing, _parameter(value, inner[len(path) :]), of_optimizer=True)
+            return self._leaf(node, existing, _parameter(parameters, inner[len(path) :]), of_optimizer=True)
 
         compose = self._composer(current, path)
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
@@ -479,9 +481,8 @@ def _note_like(like: Any, parts: Parts, path: Path) -> Parts:
     return parts
 
 
-def _parameter(optimizer: torch.optim.Optimizer, path: Path) -> torch.Tensor | None:
+def _parameter(parameters: Sequence[torch.Tensor], path: Path) -> torch.Tensor | None:
     """The parameter that a piece of optimizer state belongs to: state dicts number them through all groups."""
     if len(path) != 3 or path[0] != "state" or not isinstance(path[1], int):
         return None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return parameters[path[1]] if 0 <= path[1] < len(parameters) else None
