@@ -111,9 +111,21 @@ def digest(state: Any) -> str:
     It is the same for a state that is sharded over ranks and for one that `milepost.open(...).state()` read in one
     process. A collective if tensors are sharded.
     """
+    if isinstance(state["optim"], torch.optim.Optimizer):
+        state = {**state, "optim": _by_name(state["model"], state["optim"])}
     result = hashlib.sha256()
     _add(result, state)
     return result.hexdigest()
+
+
+def _by_name(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """The state of an optimizer as a checkpoint holds it: under the names of its parameters."""
+    names = {parameter: f"model.{name}" for name, parameter in model.named_parameters()}
+    groups = {}
+    for group in optimizer.param_groups:
+        held = [names[parameter] for parameter in group["params"]]
+        groups[held[0]] = {**group, "params": dict.fromkeys(held)}
+    return {"state": {names[p]: kept for p, kept in optimizer.state.items()}, "param_groups": groups}
 
 
 def _add(result: _Hash, value: Any) -> None:

@@ -56,7 +56,7 @@ def test_a_job_with_only_nccl_saves_and_loads_a_sharded_model(tmp_path):
         assert torch.equal(blank.weight.full_tensor(), model.weight.full_tensor())
         assert blank.weight.is_cuda
         fresh = torch.optim.AdamW(blank.parameters(), fused=True)
-        milepost.load({"optim": fresh}, tmp_path, allow_unexpected=True)
+        milepost.load({"model": blank, "optim": fresh}, tmp_path)
         old, new = optimizer.state_dict()["state"][0], fresh.state_dict()["state"][0]
         assert torch.equal(old["exp_avg"].full_tensor(), new["exp_avg"].full_tensor())
         blank(torch.randn(4, 64, device="cuda")).sum().backward()

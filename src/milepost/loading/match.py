@@ -6,16 +6,13 @@ stay sharded; an optimizer that has not stepped yet gets new state, cut like its
 extra state of modules. An object is asked for the tensors that it has only where that can matter: see `_is_asked`.
 """
 
-import platform
 import reprlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, cached_property, partial
-from pathlib import Path as File
 from typing import Any
 
 import torch
-import xxhash
 from msgspec.structs import replace
 
 from milepost.core.box import Shape
@@ -25,11 +22,14 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
-from milepost.errors import CheckpointDamaged, InvalidState
+from milepost.loading.optimizers import OptimizerMatch, OptimizerMatcher, OptimizerPlan
 from milepost.loading.report import RankMatch, bits_of
+from milepost.loading.saved_optimizers import SavedOptimizers
 from milepost.loading.saved_tree import find_branch, leaves_of, lookup, name_of, named_like, spellings
+from milepost.loading.share_reads import host_id
 from milepost.loading.target import Match, Owners, has_no_memory, placements_for
 from milepost.state.composite import is_composite, kind_of
+from milepost.state.optimizers import OwnerNames
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
 from milepost.state.tensors import (
     Describer,
@@ -46,6 +46,10 @@ from milepost.state.tensors import (
 from milepost.state.values import Codec
 from milepost.state.wrappers import is_extra_state, modules_of, named_as_saved
 
+_WITHOUT_NAMES = (
+    "saved by the names of its parameters, which the optimizer of this state does not have; put the modules that own "
+    "its parameters into the state"
+)
 NOWHERE = "\0nowhere\0"
 """Stands for the saved key of what was not saved."""
 
@@ -80,6 +84,9 @@ class Matcher:
         self._tied: dict[str, str] = {}
         self._modules: dict[Path, torch.nn.Module] = {}
         self._optimizers: dict[Path, torch.optim.Optimizer] = {}
+        self._named: dict[Path, OptimizerMatch] = {}
+        self._redirected: dict[Path, str] = {}
+        self._reasons: dict[str, str] = {}
         self._upgraded: dict[Path, tuple[Any, ...]] = {}
         self._not_saved: set[Path] = set()
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
@@ -90,6 +97,7 @@ class Matcher:
 
     def match(self, state: Any) -> Match:
         """Take the state apart and compare. Nothing is changed or allocated yet."""
+        self._names = cache(partial(OwnerNames, state))
         flat, opened = take_apart(state, self._codec, self._open)
         self._find_keys(flat)
         placements = self._compare(flat)
@@ -105,6 +113,7 @@ class Matcher:
             self._shared_bytes,
             self._on_device,
             host_id() if self._shared_bytes else b"",
+            {key: self._reasons[key] for key in self._missing if key in self._reasons},
         )
         return Match(
             self._manifest,
@@ -116,8 +125,11 @@ class Matcher:
             tuple(self._without_memory),
             self._found,
             self._tied,
-            Owners(self._modules, self._optimizers, self._versions(), self._upgraded),
+            Owners(self._modules, self._optimizers, self._versions(), self._upgraded, self._plans()),
         )
+
+    def _plans(self) -> dict[Path, OptimizerPlan]:
+        return {path: found.plan for path, found in self._named.items() if found.plan is not None}
 
     @cached_property
     def _root(self) -> Branch:
@@ -130,11 +142,13 @@ class Matcher:
     def _find_keys(self, flat: Flat) -> None:
         """Find the saved key of each leaf: by the exact path, or else by the only path that reads the same."""
         if flat.nodes == self._manifest.tree:  # as for most loads
-            self._saved = {key: key for key in flat.leaves}
+            self._saved = {key: self._redirected.get(path, key) for key, path in flat.paths.items()}
             return
         exact, plain = spellings(self._root, self._codec)
         for key, path in flat.paths.items():
-            self._saved[key] = exact.get(exact_path(path), plain.get(show_path(path), NOWHERE))
+            self._saved[key] = self._redirected.get(path) or exact.get(
+                exact_path(path), plain.get(show_path(path), NOWHERE)
+            )
 
     def _open(self, value: Any, path: Path) -> Any:
         """What stands for a stateful object: a module's state dict; else the saved one, around the tensors it has."""
@@ -146,29 +160,64 @@ class Matcher:
             return self._open_module(value, branch, path)
         if isinstance(value, torch.optim.Optimizer):
             self._optimizers[path] = value
+            if self._open_named(value, branch, path):
+                return self._named[path].tree
         if branch is None or branch.node.kind in LEAVES:
             return self._open_unsaved(value, path)
         current = state_dict_of(value, path) if self._is_asked(value, branch) else None
+        groups = value.param_groups if isinstance(value, torch.optim.Optimizer) else ()
+        parameters = [parameter for group in groups for parameter in group["params"]]
 
         def leaf(node: Node, inner: Path) -> Any:
             existing = lookup(current, inner[len(path) :])
-            if node.kind == "tensor":
-                return self._tensor_target(value, existing, self._tensors[node.key], inner[len(path) :])
-            if node.kind == "per_rank":
-                return existing if isinstance(existing, PerRank) else PerRank(None)
-            return _Placeholder()
+            if not isinstance(value, torch.optim.Optimizer):
+                return self._leaf(node, existing)
+            return self._leaf(node, existing, _parameter(parameters, inner[len(path) :]), of_optimizer=True)
 
         compose = self._composer(current, path)
         built = build(branch, lambda name: self._codec.decode(name, show_path(path)), leaf, path, compose)
         return built if self._manifest.format == FORMAT else named_like(current, built)
 
+    def _leaf(self, node: Node, existing: Any, like: Any = None, *, of_optimizer: bool = False) -> Any:
+        """What a stateful object gets for a saved leaf. `like`: a tensor that is cut as this one should be."""
+        if node.kind == "tensor":
+            return self._tensor_target(existing, self._tensors[node.key], like, of_optimizer)
+        if node.kind == "per_rank":
+            return existing if isinstance(existing, PerRank) else PerRank(None)
+        return _Placeholder()
+
+    def _open_named(self, optimizer: torch.optim.Optimizer, branch: Branch | None, path: Path) -> bool:
+        """Match an optimizer by the names of its parameters, where both it and what was saved have them."""
+        if branch is not None and self._saved_optimizers.at(path) is None:
+            return False
+        named = self._names().of(optimizer)
+        if named is None:
+            if branch is not None:
+                self._kinds[show_path(path)] = _WITHOUT_NAMES
+                self._named[path] = OptimizerMatch()
+                self._not_saved.add(path)
+            return branch is not None
+        make = partial(self._leaf, of_optimizer=True)
+        found = OptimizerMatcher(self._saved_optimizers, self._codec, named, path, make, _note_existing).match()
+        self._named[path] = found
+        self._missing += found.missing
+        self._reasons.update(found.missing)
+        self._redirected.update(found.redirected)
+        if found.problem:
+            self._kinds[show_path(path)] = found.problem
+        if found.plan is None:
+            self._not_saved.add(path)
+        return True
+
+    @cached_property
+    def _saved_optimizers(self) -> SavedOptimizers:
+        return SavedOptimizers(self._root, self._codec, {v.key: v.value for v in self._manifest.values})
+
     def _composer(self, current: Any, path: Path) -> Callable[[Parts, Path], Any]:
         """Notes which tensor of a state dict the parts of a saved one are for."""
 
         def note(parts: Parts, inner: Path) -> Parts:
-            existing = lookup(current, inner[len(path) :])
-            parts.like = existing if is_composite(existing) and kind_of(existing) == parts.kind else None
-            return parts
+            return _note_existing(parts, lookup(current, inner[len(path) :]))
 
         return note
 
@@ -283,28 +332,25 @@ class Matcher:
             existing = result.get(name)
             if not is_old(name) or (is_tensor(existing) and tensor and tuple(existing.shape) == tensor.shape):
                 continue
-            result[name] = self._tensor_target(None, existing, tensor, (name,)) if tensor else _Placeholder()
+            result[name] = self._leaf(node, existing)
         left = [value for key, value in current.items() if key not in result and is_tensor(value) and value.is_meta]
         self._upgraded[path] = tuple(left)
         metadata = {p: {**entry, "version": saved.get(without_wrappers(p))} for p, entry in current._metadata.items()}  # noqa: SLF001
         result._metadata = OrderedDict(metadata)  # type: ignore[attr-defined]  # noqa: SLF001
         return result
 
-    def _tensor_target(self, owner: Any, existing: Any, tensor: Tensor, path: Path) -> Any:
+    def _tensor_target(self, existing: Any, tensor: Tensor, like: Any, of_optimizer: bool) -> Any:
         """What a stateful object gets for one saved tensor: the memory that it has, or new memory."""
         if tensor.is_bytes:
             return _Placeholder()
-        optimizer = owner if isinstance(owner, torch.optim.Optimizer) else None
         has = is_tensor(existing) and not isinstance(existing, (bytes, bytearray))
         # A buffer of another object may have grown; state of a parameter cannot, and is reported.
-        if has and (optimizer is not None or tuple(existing.shape) == tensor.shape):
+        if has and (of_optimizer or tuple(existing.shape) == tensor.shape):
             return existing
         if tensor.kind == "numpy":
             return new_tensor(tensor.dtype, tensor.shape).numpy()
-        if optimizer is not None:
-            parameter = _parameter(optimizer, path)
-            if parameter is not None and tuple(parameter.shape) == tensor.shape:
-                return torch.empty_like(parameter.detach(), dtype=torch_dtype(tensor.dtype))
+        if isinstance(like, torch.Tensor) and tuple(like.shape) == tensor.shape:
+            return torch.empty_like(like.detach(), dtype=torch_dtype(tensor.dtype))
         return new_tensor(tensor.dtype, tensor.shape)
 
     def _compare(self, flat: Flat) -> list[Placement]:
@@ -409,16 +455,6 @@ class Matcher:
         return found
 
 
-@cache
-def host_id() -> bytes:
-    """Eight bytes that are the same for processes that share a page cache."""
-    try:
-        text = File("/proc/sys/kernel/random/boot_id").read_text()
-    except OSError:
-        text = platform.node()
-    return xxhash.xxh3_64_digest(text.encode())
-
-
 def keys_of(manifest: Manifest) -> list[str]:
     """All keys of a checkpoint, in one order."""
     return [*(t.key for t in manifest.tensors), *(v.key for v in manifest.values), *(p.key for p in manifest.per_rank)]
@@ -434,26 +470,19 @@ def _is_iterable(value: Any) -> bool:
     return hasattr(type(value), "__iter__") or hasattr(type(value), "__next__")
 
 
+def _note_existing(parts: Parts, existing: Any) -> Parts:
+    parts.like = existing if is_composite(existing) and kind_of(existing) == parts.kind else None
+    return parts
+
+
 def _note_like(like: Any, parts: Parts, path: Path) -> Parts:
     del path
     parts.like = like
     return parts
 
 
-def _parameter(optimizer: torch.optim.Optimizer, path: Path) -> torch.Tensor | None:
+def _parameter(parameters: Sequence[torch.Tensor], path: Path) -> torch.Tensor | None:
     """The parameter that a piece of optimizer state belongs to: state dicts number them through all groups."""
     if len(path) != 3 or path[0] != "state" or not isinstance(path[1], int):
         return None
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return parameters[path[1]] if 0 <= path[1] < len(parameters) else None
-
-
-def check_world(manifest: Manifest, key: str, rank: int, world: int) -> None:
-    """Refuse to give a rank another rank's private value."""
-    if manifest.world != world:
-        raise InvalidState(
-            f"{key!r} is rank-private and was saved by {manifest.world} ranks; this job has {world}. Give PerRank a "
-            "`remap(old_values, rank, world)` that says what each new rank gets, or take the key out of the state."
-        )
-    if rank not in {f.rank for f in manifest.files}:
-        raise CheckpointDamaged(f"rank {rank} saved no private values")

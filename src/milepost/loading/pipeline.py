@@ -38,11 +38,11 @@ from milepost.data.read import Files
 from milepost.data.transfer import Meter
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
 from milepost.formats.read.recognise import recognise
-from milepost.loading.match import Matcher, check_world, keys_of
+from milepost.loading.match import Matcher, keys_of
 from milepost.loading.meta import give_memory, same_objects, warn_of_meta
 from milepost.loading.options import LoadOptions
 from milepost.loading.overlaps import check_doubles
-from milepost.loading.private import read_private_values
+from milepost.loading.private import check_world, read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Buffers, Exchange, agree_to_share, check_arrival
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
@@ -348,7 +348,9 @@ def _apply(state: Any, target: Target, values: Mapping[str, Any], codec: Codec, 
         if path in match.opened and is_stateful(value):
             state_dict = restore(match.opened[path], replace_inside(path), path)
             strict_here = strict or path not in owners.upgraded
-            if owners.upgraded.get(path) or any(where[: len(path)] == path for where in strangers):
+            if path in owners.named:
+                owners.named[path].load(state_dict)
+            elif owners.upgraded.get(path) or any(where[: len(path)] == path for where in strangers):
                 _assign(value, state_dict, target, strict=strict_here)
             else:
                 _feed(value, state_dict, strict=strict_here)

@@ -5,14 +5,14 @@ from typing import Any
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
-from milepost.core.manifest import Tensor, check_kind, check_leaves
+from milepost.core.manifest import Manifest, Tensor, check_kind, check_leaves
 from milepost.core.private_record import Private, read_private
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
 from milepost.core.tree import Node, Parts, Path, build, grow, show_path
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
-from milepost.errors import CheckpointDamaged
+from milepost.errors import CheckpointDamaged, InvalidState
 from milepost.state.composite import composed_or_parts
 from milepost.state.tensors import new_saved
 from milepost.state.values import Codec
@@ -67,3 +67,14 @@ def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[
             placements.append(placement_of(item, tensor.dtype, memory))
     place_all(files, placements)
     return read
+
+
+def check_world(manifest: Manifest, key: str, rank: int, world: int) -> None:
+    """Refuse to give a rank another rank's private value."""
+    if manifest.world != world:
+        raise InvalidState(
+            f"{key!r} is rank-private and was saved by {manifest.world} ranks; this job has {world}. Give PerRank a "
+            "`remap(old_values, rank, world)` that says what each new rank gets, or take the key out of the state."
+        )
+    if rank not in {f.rank for f in manifest.files}:
+        raise CheckpointDamaged(f"rank {rank} saved no private values")

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
 import msgspec
@@ -21,6 +21,7 @@ class RankMatch(msgspec.Struct, frozen=True):
     """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
 
     Other ranks want `shared_bytes` of them too; `on_device`: whether those are for a device; `host`: where it runs.
+    `reasons`: why keys are missing, where there is more to say.
     """
 
     missing: tuple[str, ...]
@@ -32,6 +33,7 @@ class RankMatch(msgspec.Struct, frozen=True):
     shared_bytes: int = 0
     on_device: bool = False
     host: bytes = b""
+    reasons: dict[str, str] = {}  # msgspec copies it
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +41,8 @@ class LoadReport:
     """All differences between a checkpoint and a target state on all ranks, and what a load would read.
 
     `milepost.explain` makes it; print it to read it. `missing` maps keys to the ranks that miss them. `shapes` and
-    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank would read.
+    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank would read. `reasons` says why some
+    of the missing keys are missing.
 
     >>> _ = milepost.save({"w": torch.ones(2, 2)}, "memory://report")
     >>> report = milepost.explain({"w": torch.ones(3)}, "memory://report")
@@ -54,6 +57,7 @@ class LoadReport:
     dtypes: Mapping[str, tuple[str, str]]
     kinds: Mapping[str, str]
     read_bytes: tuple[int, ...]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: Convert = False) -> bool:
         """Whether a load with these permissions would read: its values may still not fit the types of the targets."""
@@ -78,7 +82,7 @@ class LoadReport:
         """One block of text for each kind of difference that is not allowed, with what to do."""
         blocks = []
         if self.missing and not allow_missing:
-            lines = grouped(self.missing, lambda key: f"on {show_ranks(self.missing[key])}")
+            lines = grouped(self.missing, self._where_missing)
             blocks.append(
                 _block(
                     len(self.missing),
@@ -114,6 +118,10 @@ class LoadReport:
             lines = grouped(self.kinds, lambda key: self.kinds[key])
             blocks.append(_block(len(self.kinds), "of another kind", lines, "give the target what was saved"))
         return blocks
+
+    def _where_missing(self, key: str) -> str:
+        where = f"on {show_ranks(self.missing[key])}"
+        return f"{where}: {self.reasons[key]}" if key in self.reasons else where
 
     def _wrapped(self) -> list[str]:
         """A hint where missing and unexpected keys differ only by the names of wrappers: torch.compile, DDP."""
@@ -181,12 +189,14 @@ def merge_reports(url: str, keys: list[str], found: list[RankMatch]) -> LoadRepo
     shapes: dict[str, tuple[Shape, Shape]] = {}
     dtypes: dict[str, tuple[str, str]] = {}
     kinds: dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for one in found:
+        reasons.update(one.reasons)
         shapes.update(one.shapes)
         dtypes.update(one.dtypes)
         kinds.update(one.kinds)
     ranks = {key: tuple(where) for key, where in missing.items()}
-    return LoadReport(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found))
+    return LoadReport(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found), reasons)
 
 
 def bits_of(keys: list[str], wanted: set[str]) -> bytes:

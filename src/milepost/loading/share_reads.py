@@ -9,8 +9,11 @@ What arrives is compared with what was sent, by digests that travel outside of t
 the group in another thread at the same time can mix its own messages with these.
 """
 
+import platform
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from functools import cache
+from pathlib import Path as File
 from typing import Any, NamedTuple
 
 import msgspec
@@ -261,3 +264,13 @@ def _placed(units: list[_Unit], message: torch.Tensor) -> Iterator[tuple[torch.T
         if not target.is_conj() and not target.is_neg():  # else torch works it out while it copies
             target = as_bits(target)
         yield target, message[start : start + _bytes(unit)].view(target.dtype).view(target.shape)
+
+
+@cache
+def host_id() -> bytes:
+    """Eight bytes that are the same for processes that share a page cache."""
+    try:
+        text = File("/proc/sys/kernel/random/boot_id").read_text()
+    except OSError:
+        text = platform.node()
+    return xxhash.xxh3_64_digest(text.encode())

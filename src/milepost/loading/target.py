@@ -14,6 +14,7 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.tree import Flat, Path, show_path
 from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
+from milepost.loading.optimizers import OptimizerPlan
 from milepost.loading.overlaps import Double, find_doubles
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
@@ -35,13 +36,14 @@ class Owners:
     """The objects of a state that hold tensors themselves, and the versions of saved state dicts, by path.
 
     `upgraded`: the modules that get old keys, which their own code has to turn into new ones; for each, the tensors on
-    the meta device that only this code can fill.
+    the meta device that only this code can fill. `named`: what optimizers get that were saved by name.
     """
 
     modules: Mapping[Path, torch.nn.Module]
     optimizers: Mapping[Path, torch.optim.Optimizer]
     versions: Mapping[Path, Versions]
     upgraded: Mapping[Path, tuple[Any, ...]]
+    named: Mapping[Path, OptimizerPlan]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from milepost.data.collection_pause import CollectionPaused
 from milepost.data.write import EntryToWrite
 from milepost.errors import InvalidState
 from milepost.state.host_memory import tensor_of_bytes
-from milepost.state.take_apart import PerRank, take_apart
+from milepost.state.take_apart import PerRank, opening_by_name, take_apart
 from milepost.state.tensors import Describer, LocalTensor, check_data, memory_of, refuse_fake_mode
 from milepost.state.values import Codec
 
@@ -52,7 +52,7 @@ def describe(
 ) -> Described:
     """What this rank holds. Raises InvalidState, listing all problems at once."""
     refuse_fake_mode()
-    flat, _ = take_apart(state, codec)
+    flat, _ = take_apart(state, codec, opening_by_name(state))
     describer = Describer(comm, reduce_partial)
     tensors: dict[str, LocalTensor] = {}
     values: list[Value] = []

@@ -1,14 +1,17 @@
 """States: what users pass. Rank-private values, stateful objects, and the rules by which a state becomes a tree."""
 
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
+import torch
 from torch import nn
 
 from milepost.core.leaves import LeafRule
 from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.errors import InvalidState
 from milepost.state.composite import is_composite, parts_of
+from milepost.state.optimizers import OwnerNames, warn_of_numbers
 from milepost.state.tensors import is_tensor
 from milepost.state.values import Codec
 from milepost.state.wrappers import module_state
@@ -78,6 +81,20 @@ def state_dict_of(value: Any, path: Path) -> Any:
     if is_composite(value):
         return parts_of(value)
     return module_state(value) if isinstance(value, nn.Module) else value.state_dict()
+
+
+def opening_by_name(state: Any) -> Callable[[Any, Path], Any]:
+    """What stands for an object of this state: as `state_dict_of`, but for optimizers with the names of parameters."""
+    names = cache(lambda: OwnerNames(state))
+
+    def opening(value: Any, path: Path) -> Any:
+        named = names().of(value) if isinstance(value, torch.optim.Optimizer) else None
+        if named is None:
+            return state_dict_of(value, path)
+        warn_of_numbers(named, path)
+        return named.named()
+
+    return opening
 
 
 def take_apart(

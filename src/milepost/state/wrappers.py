@@ -84,7 +84,7 @@ def _plain_keys(steps: list[_Step], keys: Iterable[str]) -> dict[str, str]:
 
 def module_state(module: nn.Module) -> Any:
     """The state dict of a module under its names without wrappers; FSDP1 gives its shards."""
-    with _sharded(module):
+    with sharded_states(module):
         state = module.state_dict()
     steps = _steps(module)
     if not steps or not isinstance(state, Mapping):
@@ -103,6 +103,28 @@ def modules_of(module: nn.Module, *, raw: bool = False) -> dict[str, nn.Module]:
     return {(step.raw if raw else step.plain)[:-1]: found[step.path[:-1]] for step in steps} if steps else found
 
 
+def parameters_of(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """All parameters by their names without wrappers, in the order of the modules; a tied one under each of its names.
+
+    The names are those of the module's state dict.
+    """
+    found = modules_of(module, raw=True)
+    named = [
+        (f"{prefix}.{name}" if prefix else name, parameter)
+        for prefix, owner in found.items()
+        for name, parameter in owner._parameters.items()  # noqa: SLF001  # each name, also of tied ones
+        if parameter is not None
+    ]
+    plain = plain_keys_of(module, [name for name, _ in named])
+    return [(plain[name], parameter) for name, parameter in named]
+
+
+def plain_keys_of(module: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Keys of a module's own state dict, and what each is called without wrappers."""
+    steps = _steps(module)
+    return _plain_keys(steps, keys) if steps else {key: key for key in keys}
+
+
 def load_module(module: nn.Module, state: Any, *, assign: bool = False, strict: bool = True) -> None:
     """`load_state_dict` of a module, with names without wrappers, or with the names that its state dict has."""
     steps = _steps(module)
@@ -114,7 +136,7 @@ def load_module(module: nn.Module, state: Any, *, assign: bool = False, strict: 
             names = {step.path[:-1]: (step.raw if is_raw else step.plain)[:-1] for step in steps}
             versions = {path: versions[name] for path, name in names.items() if name in versions}
         state = _renamed(state, {} if is_raw else {**_raw_names(steps, state), **raw}, versions)
-    with _sharded(module):
+    with sharded_states(module):
         module.load_state_dict(state, assign=assign, strict=strict)
 
 
@@ -144,7 +166,7 @@ def is_extra_state(key: str) -> bool:
 
 def _raw_keys(module: nn.Module, steps: list[_Step]) -> dict[str, str]:
     """The key in the module's own state dict of each name without wrappers."""
-    with _sharded(module):
+    with sharded_states(module):
         keys = list(module.state_dict())
     return {plain: raw for raw, plain in _plain_keys(steps, keys).items()}
 
@@ -173,10 +195,15 @@ def _renamed(state: Any, names: Mapping[str, str], versions: Any) -> Any:
     return result
 
 
+def fsdp_class() -> Any:
+    """The class of FSDP1, or None where no module of this process can be one."""
+    return getattr(sys.modules.get(_FSDP.module), _FSDP.name, None)
+
+
 @contextlib.contextmanager
-def _sharded(module: nn.Module) -> Iterator[None]:
+def sharded_states(module: nn.Module) -> Iterator[None]:
     """State dicts of FSDP1 hold shards within, whatever they hold by default."""
-    fsdp: Any = getattr(sys.modules.get(_FSDP.module), _FSDP.name, None)
+    fsdp: Any = fsdp_class()
     if fsdp is None or not any(isinstance(inner, fsdp) for inner in module.modules()):
         yield
         return
