@@ -80,7 +80,7 @@ class DefaultSavePlanner(SavePlanner):
     by its `_cached_plans_key`. No other planner uses them, unless it is given the same key.
     """
 
-    validate: ClassVar[staticmethod[[list[SavePlan], Metadata], list[str]]] = staticmethod(validate_global_plan)
+    validate: "ClassVar[staticmethod[[list[SavePlan], Metadata], list[str]]]" = staticmethod(validate_global_plan)
     """Finds what is wrong with a global plan. A program may replace it, here or on a subclass."""
 
     def __init__(
