@@ -185,7 +185,7 @@ class DefaultSavePlanner(SavePlanner):
         """
         kept = self._kept
         unchanged = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
-        if unchanged and len(kept.all_plans or ()) != len(all_plans):
+        if unchanged and not self.remembers(len(all_plans)):
             raise InvalidRequest(
                 f"ranks {unchanged} say that their plans are those of an earlier save, but the coordinator's planner "
                 "has no plans of it. Give every rank a new planner, or none."
@@ -229,6 +229,10 @@ class DefaultSavePlanner(SavePlanner):
     @agreement.setter
     def agreement(self, agreement: str) -> None:
         self._kept.agreement = agreement
+
+    def remembers(self, ranks: int) -> bool:
+        """Whether this planner keeps the plans of as many ranks."""
+        return len(self._kept.all_plans or ()) == ranks
 
     def forget_plans(self) -> None:
         """Drop what this planner keeps, so that the next save plans everything anew."""

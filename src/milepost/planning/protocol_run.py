@@ -115,7 +115,8 @@ def _check_agreement(sent: list[_Planned], planner: DefaultSavePlanner) -> None:
 
     So it is where one planner serves several groups of ranks, or where a program dropped the plans of one rank.
     """
-    stale = [rank for rank, one in enumerate(sent) if not one.plan.usable and one.agreement != planner.agreement]
+    known = planner.agreement if planner.remembers(len(sent)) else None
+    stale = [rank for rank, one in enumerate(sent) if not one.plan.usable and one.agreement != known]
     if stale:
         raise StalePlans(f"ranks {stale} refer to plans of a save that the coordinator's planner does not know")
 
