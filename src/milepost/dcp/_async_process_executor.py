@@ -107,7 +107,7 @@ class _AsyncCheckpointProcess(SaveProcess):
         """Save in the process, and wait for the end. Raises what the save raised."""
         identifier = RequestId(checkpoint_id)
         request = SaveRequest(staged_state_dict, identifier, storage_writer, planner, no_dist, use_collectives)
-        self.begin(request, str(checkpoint_id))
+        self.begin(request)
         while (metadata := self.outcome(60.0)) is None:
             pass
         return metadata

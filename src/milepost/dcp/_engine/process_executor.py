@@ -13,7 +13,6 @@ from milepost.dcp._engine.executors import staged_state
 from milepost.dcp._engine.save_process import GroupPlace, SaveProcess, SaveRequest
 from milepost.dcp.api import checkpoint_exception
 from milepost.errors import CheckpointError, WriterDied
-from milepost.planning.protocol_run import place_of
 from milepost.planning.records import Metadata
 
 _LOOKING = Meeting("looking at the saving processes", Wire(bool), Wire(bool))
@@ -37,15 +36,12 @@ class GroupProcess:
         """
         try:
             process = self._at_work(comm, meet_at)
-            place = str(request.checkpoint_request_id.checkpoint_id)
-            if request.storage_writer is not None:
-                place = place_of(request.storage_writer)
             try:
                 request.staged_state_dict = staged_state(staged)
             except Exception as error:  # noqa: BLE001  # raised by the process, on every rank
-                process.refuse(error, place, request.no_dist)
+                process.refuse(error, request.no_dist)
             else:
-                process.begin(request, place)
+                process.begin(request)
             return self._outcome(process, comm)
         finally:
             with contextlib.suppress(CheckpointError):  # the job's store may be gone

@@ -30,7 +30,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from milepost.background.process.messages import pack_error, unpack_error
-from milepost.comm import Call, calling
+from milepost.comm import Call, together
 from milepost.dcp._engine.calls import comm_of
 from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.dcp.state_dict_saver import save
@@ -39,6 +39,7 @@ from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.records import Metadata
 
 _log = logging.getLogger("milepost")
+_CALL = Call("saving in", "a process")
 _LOOK_S = 0.5
 _START_S = 300.0
 _STOP_S = 15.0
@@ -108,7 +109,6 @@ class _Begin:
 class _Order:
     """To the process: a request follows as a file in memory; or an error, which the other ranks are to hear of."""
 
-    place: str
     no_dist: bool
     error: bytes
 
@@ -147,23 +147,23 @@ class SaveProcess:
         """Whether it can be given a save. Not so in a fork of the trainer."""
         return self._owner == os.getpid() and self._process.poll() is None and not self._connection.closed
 
-    def begin(self, request: SaveRequest, place: str) -> None:
+    def begin(self, request: SaveRequest) -> None:
         """Give a save to the process. What cannot be pickled fails the save, on every rank."""
         try:
             with os.fdopen(os.memfd_create("milepost-request"), "w+b") as file:
                 torch.save(request, file)
                 file.flush()
-                self._send(_Order(place, request.no_dist, b""))
+                self._send(_Order(request.no_dist, b""))
                 with self._reachable():
                     send_handle(self._connection, file.fileno(), self.pid)
         except WriterDied:
             raise
         except Exception as error:  # noqa: BLE001  # the process raises it, on every rank
-            self.refuse(error, place, request.no_dist)
+            self.refuse(error, request.no_dist)
 
-    def refuse(self, error: BaseException, place: str, no_dist: bool) -> None:
+    def refuse(self, error: BaseException, no_dist: bool) -> None:
         """Have the save fail with this error, on every rank: the others wait for this one there."""
-        self._send(_Order(place, no_dist, pack_error(error)))
+        self._send(_Order(no_dist, pack_error(error)))
 
     def outcome(self, wait_s: float) -> Metadata | None:
         """How the save ended; None if it has not after this time. Raises the error of the save, or WriterDied."""
@@ -277,19 +277,15 @@ class _Server:
             pickle.dumps(metadata)
         except BaseException as error:  # noqa: BLE001  # sent to the trainer
             if os.getppid() != self._trainer:
-                _log.error("the save to %s failed after its trainer had died: %s", order.place, error)
+                _log.error("a save failed after its trainer had died: %s", error)
             return pack_error(error)
         return metadata
 
     def _saved(self, order: _Order) -> Metadata:
-        try:
-            if order.error:
-                raise unpack_error(order.error)
-            request = self._request()
-        except BaseException as error:
-            comm = comm_of(None, order.no_dist)
-            with raising_checkpoint_exceptions("save", comm), calling(comm, Call("saving to", order.place)):
-                raise error from None
+        comm = comm_of(None, order.no_dist)
+        with raising_checkpoint_exceptions("save", comm):
+            # A step of its own: a rank that has nothing to save does not know which steps the others take.
+            request = together(comm, _CALL, "receiving the state", lambda: self._received(order))
         # Kept until the next: what the planner keeps of its plans, it finds again.
         self._planner = request.planner
         return save(
@@ -300,7 +296,9 @@ class _Server:
             no_dist=request.no_dist,
         )
 
-    def _request(self) -> SaveRequest:
+    def _received(self, order: _Order) -> SaveRequest:
+        if order.error:
+            raise unpack_error(order.error)
         handle = recv_handle(self._connection)
         try:
             request: SaveRequest = self._unpickled(f"/proc/self/fd/{handle}")

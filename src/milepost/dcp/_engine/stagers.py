@@ -105,40 +105,49 @@ class BlockingAsyncStager(AsyncStager):
 
     def __init__(self, cache_staged_state_dict: bool = False, type_check: bool = False) -> None:
         self.cache_staged_state_dict, self.type_check = cache_staged_state_dict, type_check
-        self.state_dict_cache: dict[str, Any] | None = None
-        self._copies: StateDictStager | None = None
+        self._cache = _Cache()
+
+    @property
+    def state_dict_cache(self) -> dict[str, Any] | None:
+        """The last copy, if its memory is kept."""
+        return self._cache.state
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """The copy."""
         if self.type_check:
             _check_types(state_dict)
-        if not self.cache_staged_state_dict:
-            copies = _copies()
-            try:
-                return copy_by(copies, state_dict)
-            finally:
-                copies.close()  # type: ignore[no-untyped-call]
-        if self._copies is None:
-            self._copies = _copies()
-        self.state_dict_cache = copy_by(self._copies, state_dict)
-        return self.state_dict_cache
-
-    def __getstate__(self) -> dict[str, Any]:
-        # The memory of copies belongs to the process that made them.
-        return {**self.__dict__, "_copies": None, "state_dict_cache": None}
+        cache = self._cache if self.cache_staged_state_dict else _Cache()
+        try:
+            return cache.copied(state_dict)
+        finally:
+            if cache is not self._cache:
+                cache.close()
 
     def synchronize_staging(self) -> None:
         """Return at once: `stage` has waited."""
 
     def close(self) -> None:
         """Free the memory of copies."""
-        if self._copies is not None:
-            self._copies.close()  # type: ignore[no-untyped-call]
-        self._copies = self.state_dict_cache = None
+        self._cache.close()
+        self._cache = _Cache()
 
 
-def _copies() -> StateDictStager:
-    return StateDictStager(pin_memory=torch.accelerator.is_available(), share_memory=False)
+class _Cache:
+    """The memory of copies. It stays in the process that made it: a storage writer that stages may travel to others."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] | None = None
+        self._copies = StateDictStager(pin_memory=torch.accelerator.is_available(), share_memory=False)
+
+    def copied(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self.state = copy_by(self._copies, state_dict)
+        return self.state
+
+    def close(self) -> None:
+        self._copies.close()  # type: ignore[no-untyped-call]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _Cache, ()
 
 
 def _check_types(value: Any, path: str = "the state") -> None:
