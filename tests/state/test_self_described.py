@@ -74,7 +74,7 @@ def state_of(boxes, whole, mesh):
 
 
 def save_job(rank, folder):
-    state, _ = state_of(SAVED[rank], WHOLE.float(), init_device_mesh("cpu", (4,)))
+    state, _ = state_of(SAVED[rank], WHOLE, init_device_mesh("cpu", (4,)))
     milepost.save(state, folder / "milepost")
     dcp.save(state, checkpoint_id=folder / "local plans")
     planner = dcp.DefaultSavePlanner(dedup_save_to_lowest_rank=True)
@@ -86,9 +86,9 @@ def load_job(rank, folder):
     found = {}
     for place in ("milepost", "local plans", "global plan", "async"):
         for name, load in {"milepost": milepost.load, "dcp": lambda s, p: dcp.load(s, checkpoint_id=p)}.items():
-            state, parts = state_of(WANTED[rank], torch.zeros_like(WHOLE.float()), init_device_mesh("cpu", (2,)))
+            state, parts = state_of(WANTED[rank], torch.zeros_like(WHOLE), init_device_mesh("cpu", (2,)))
             load(state, folder / place)
-            expected = parts_of(WANTED[rank], WHOLE.float())
+            expected = parts_of(WANTED[rank], WHOLE)
             found[place, name] = all(torch.equal(mine[at], expected[at]) for mine in parts for at in expected)
     return found
 
@@ -99,7 +99,7 @@ def test_uneven_boxes_are_saved_by_four_ranks_and_loaded_by_two(tmp_path):
     for place in ("milepost", "local plans", "global plan", "async"):
         checkpoint = milepost.open(tmp_path / place)
         for key in ("own", "wrapped"):
-            assert torch.equal(checkpoint[key][...], WHOLE.float()), (place, key)
+            assert torch.equal(checkpoint[key][...], WHOLE), (place, key)
     for found in spawn(2, load_job, tmp_path):
         assert set(found.values()) == {True}, found
 
