@@ -20,7 +20,7 @@ from milepost.core.wire import Wire
 from milepost.dcp._engine.calls import comm_of
 from milepost.dcp._engine.executors import SaveExecutor, in_thread
 from milepost.dcp._engine.process_executor import GroupProcesses
-from milepost.dcp._engine.save_process import GroupPlace, ProcessSignal, RequestId, SaveProcess, SaveRequest
+from milepost.dcp._engine.save_process import GroupPlace, ProcessRequest, ProcessSignal, RequestId, SaveProcess
 from milepost.dcp.api import raising_checkpoint_exceptions
 from milepost.errors import InvalidRequest
 from milepost.planning.protocol import SavePlanner, StorageWriter
@@ -30,7 +30,7 @@ __all__: list[str] = []
 
 _CheckpointSaveProcessControlOpts = ProcessSignal
 _CheckpointRequestIdentifier = RequestId
-_AsyncCheckpointRequest = SaveRequest
+_AsyncCheckpointRequest = ProcessRequest
 _MEETING_PLACE = Announcement("finding a place to meet", Wire(tuple[str, int, str]))
 _PROCESSES = GroupProcesses()
 
@@ -106,7 +106,7 @@ class _AsyncCheckpointProcess(SaveProcess):
     ) -> Metadata:
         """Save in the process, and wait for the end. Raises what the save raised."""
         identifier = RequestId(checkpoint_id)
-        request = SaveRequest(staged_state_dict, identifier, storage_writer, planner, no_dist, use_collectives)
+        request = ProcessRequest(staged_state_dict, identifier, storage_writer, planner, no_dist, use_collectives)
         self.begin(request)
         while (metadata := self.outcome(60.0)) is None:
             pass
@@ -130,7 +130,7 @@ class _ProcessBasedAsyncCheckpointExecutor(SaveExecutor):
         """Save in the process of this rank. The first save starts it, and so does one after a process has died."""
         group = _PROCESSES.of(process_group, no_dist)
         comm = comm_of(process_group, no_dist).secondary("executor")
-        request = SaveRequest({}, RequestId(checkpoint_id), storage_writer, planner, no_dist, use_collectives)
+        request = ProcessRequest({}, RequestId(checkpoint_id), storage_writer, planner, no_dist, use_collectives)
         alone = no_dist or not dist.is_initialized()
 
         def meet_at(ranks: Comm) -> GroupPlace | None:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from milepost.comm import Call, Comm, Meeting, meet, together
 from milepost.core.wire import Wire
 from milepost.dcp._engine.executors import staged_state
-from milepost.dcp._engine.save_process import GroupPlace, SaveProcess, SaveRequest
+from milepost.dcp._engine.save_process import GroupPlace, ProcessRequest, SaveProcess
 from milepost.dcp.api import checkpoint_exception
 from milepost.errors import CheckpointError, WriterDied
 from milepost.planning.records import Metadata
@@ -28,7 +28,7 @@ class GroupProcess:
         self.process: SaveProcess | None = None
 
     def save(
-        self, staged: Any, request: SaveRequest, comm: Comm, meet_at: Callable[[Comm], GroupPlace | None]
+        self, staged: Any, request: ProcessRequest, comm: Comm, meet_at: Callable[[Comm], GroupPlace | None]
     ) -> Metadata:
         """Save what is staged, or will be. `meet_at`: chooses where new processes meet; all ranks call it together.
 

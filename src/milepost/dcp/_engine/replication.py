@@ -53,7 +53,7 @@ class _InShards:
 
 
 @dataclass(frozen=True)
-class _Header:
+class _Skeleton:
     """The state without its tensors."""
 
     tree: TreeSpec
@@ -108,9 +108,9 @@ class ReplicationStager(AsyncStager):
         self.stage(copied)
         return copied
 
-    def _send(self, header: _Header, tensors: list[torch.Tensor], to: int) -> None:
+    def _send(self, header: _Skeleton, tensors: list[torch.Tensor], to: int) -> None:
         packed = torch.frombuffer(bytearray(pickle.dumps(header)), dtype=torch.uint8)
-        self._exchange(self._pg.send, torch.tensor([len(packed)]), to, _HEADER_SIZE)
+        self._exchange(self._pg.send, torch.tensor([len(packed)], dtype=torch.int64, device="cpu"), to, _HEADER_SIZE)
         self._exchange(self._pg.send, packed, to, _HEADER)
         for tensor in tensors:
             flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
@@ -118,9 +118,11 @@ class ReplicationStager(AsyncStager):
                 self._exchange(self._pg.send, flat.view(torch.uint8), to, _TENSOR)
 
     def _receive(self, source: int) -> dict[str, Any]:
-        length = int(self._exchange(self._pg.recv, torch.zeros(1, dtype=torch.int64), source, _HEADER_SIZE).item())
-        packed = self._exchange(self._pg.recv, torch.empty(length, dtype=torch.uint8), source, _HEADER)
-        header: _Header = pickle.loads(packed.numpy().tobytes())  # noqa: S301  # from a rank of this job
+        length = int(
+            self._exchange(self._pg.recv, torch.zeros(1, dtype=torch.int64, device="cpu"), source, _HEADER_SIZE).item()
+        )
+        packed = self._exchange(self._pg.recv, torch.empty(length, dtype=torch.uint8, device="cpu"), source, _HEADER)
+        header: _Skeleton = pickle.loads(packed.numpy().tobytes())  # noqa: S301  # from a rank of this job
         state: dict[str, Any] = tree_unflatten([self._leaf(leaf, source) for leaf in header.leaves], header.tree)
         return state
 
@@ -190,7 +192,7 @@ class ReplicationStager(AsyncStager):
         """Leave the files: they are there to be found after a failure."""
 
 
-def _taken_apart(state: dict[str, Any]) -> tuple[_Header, list[torch.Tensor]]:
+def _taken_apart(state: dict[str, Any]) -> tuple[_Skeleton, list[torch.Tensor]]:
     """The state without its tensors, and the tensors. Raises InvalidState for values that cannot be pickled."""
     leaves, tree = tree_flatten(state)
     tensors: list[torch.Tensor] = []
@@ -210,7 +212,7 @@ def _taken_apart(state: dict[str, Any]) -> tuple[_Header, list[torch.Tensor]]:
             return io.BytesIO(leaf.getvalue())
         return dense(leaf) if isinstance(leaf, torch.Tensor) else leaf
 
-    header = _Header(tree, tuple(taken(leaf) for leaf in leaves))
+    header = _Skeleton(tree, tuple(taken(leaf) for leaf in leaves))
     try:
         pickle.dumps(header)
     except Exception as error:

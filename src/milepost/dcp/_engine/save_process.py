@@ -70,7 +70,7 @@ class RequestId:
 
 
 @dataclass
-class SaveRequest:
+class ProcessRequest:
     """A save for the process to do."""
 
     staged_state_dict: dict[str, Any]
@@ -106,7 +106,7 @@ class _Begin:
 
 
 @dataclass(frozen=True, slots=True)
-class _Order:
+class _Handover:
     """To the process: a request follows as a file in memory; or an error, which the other ranks are to hear of."""
 
     no_dist: bool
@@ -147,13 +147,13 @@ class SaveProcess:
         """Whether it can be given a save. Not so in a fork of the trainer."""
         return self._owner == os.getpid() and self._process.poll() is None and not self._connection.closed
 
-    def begin(self, request: SaveRequest) -> None:
+    def begin(self, request: ProcessRequest) -> None:
         """Give a save to the process. What cannot be pickled fails the save, on every rank."""
         try:
             with os.fdopen(os.memfd_create("milepost-request"), "w+b") as file:
                 torch.save(request, file)
                 file.flush()
-                self._send(_Order(request.no_dist, b""))
+                self._send(_Handover(request.no_dist, b""))
                 with self._reachable():
                     send_handle(self._connection, file.fileno(), self.pid)
         except WriterDied:
@@ -163,7 +163,7 @@ class SaveProcess:
 
     def refuse(self, error: BaseException, no_dist: bool) -> None:
         """Have the save fail with this error, on every rank: the others wait for this one there."""
-        self._send(_Order(no_dist, pack_error(error)))
+        self._send(_Handover(no_dist, pack_error(error)))
 
     def outcome(self, wait_s: float) -> Metadata | None:
         """How the save ended; None if it has not after this time. Raises the error of the save, or WriterDied."""
@@ -260,17 +260,17 @@ class _Server:
             if group is not None and group.collect_by_hand and group.collect:
                 self._collect()
 
-    def _next(self) -> _Order | None:
+    def _next(self) -> _Handover | None:
         """The next order; None once the trainer is gone. Forks of the trainer may hold the connection open."""
         with contextlib.suppress(EOFError, OSError):
             while not self._connection.poll(_LOOK_S):
                 if os.getppid() != self._trainer:
                     return None
             message = self._connection.recv()
-            return message if isinstance(message, _Order) else None
+            return message if isinstance(message, _Handover) else None
         return None
 
-    def _done(self, order: _Order) -> Any:
+    def _done(self, order: _Handover) -> Any:
         """Do a save. Gives its metadata, or its error as bytes."""
         try:
             metadata = self._saved(order)
@@ -281,7 +281,7 @@ class _Server:
             return pack_error(error)
         return metadata
 
-    def _saved(self, order: _Order) -> Metadata:
+    def _saved(self, order: _Handover) -> Metadata:
         comm = comm_of(None, order.no_dist)
         with raising_checkpoint_exceptions("save", comm):
             # A step of its own: a rank that has nothing to save does not know which steps the others take.
@@ -296,12 +296,12 @@ class _Server:
             no_dist=request.no_dist,
         )
 
-    def _received(self, order: _Order) -> SaveRequest:
+    def _received(self, order: _Handover) -> ProcessRequest:
         if order.error:
             raise unpack_error(order.error)
         handle = recv_handle(self._connection)
         try:
-            request: SaveRequest = self._unpickled(f"/proc/self/fd/{handle}")
+            request: ProcessRequest = self._unpickled(f"/proc/self/fd/{handle}")
         finally:
             os.close(handle)
         return request
