@@ -15,14 +15,20 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
         return storage
     if not checkpoint_id:
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+    missing = ""
     for target in _candidates(reader):
-        if target.validate_checkpoint_id(checkpoint_id):
-            found = target(checkpoint_id)
-            found.reset(checkpoint_id)
-            return found
+        try:
+            if not target.validate_checkpoint_id(checkpoint_id):
+                continue
+        except ImportError as error:  # fsspec knows such places, and needs another package for them
+            missing = f" {error}."
+            continue
+        found = target(checkpoint_id)
+        found.reset(checkpoint_id)
+        return found
     raise RuntimeError(
         "Cannot detect which StorageReader or StorageWriter to use. "
-        f"Please specify the storage_reader/storage_writer for {checkpoint_id!r}."
+        f"Please specify the storage_reader/storage_writer for {checkpoint_id!r}.{missing}"
     )
 
 
