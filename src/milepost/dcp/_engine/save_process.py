@@ -221,9 +221,12 @@ def _started(connection: socket.socket) -> "subprocess.Popen[bytes]":
 
 
 def _end(connection: Connection, process: "subprocess.Popen[bytes]", owner: int) -> None:
-    connection.close()
     if owner != os.getpid():
+        connection.close()
         return
+    with contextlib.suppress(OSError):  # said, not only hung up: forks of the trainer may hold the connection open
+        connection.send(ProcessSignal.TERMINATE)
+    connection.close()
     try:
         process.wait(_STOP_S)
     except subprocess.TimeoutExpired:
