@@ -51,7 +51,9 @@ def jobs(rank, folder):
     shared, second = Counting(), Counting()
     for step in range(3):
         for name in own:
-            state = {"w": torch.full((4,), step), f"{name}{rank}": torch.full((rank + 1,), 10 * step + rank)}
+            # What rank 1 plans for the one group it plans next for the other, which has not heard of it.
+            length = step + (2 if name == "high" else 1) if rank == 1 else 3
+            state = {"w": torch.full((4,), step), f"of{rank}": torch.full((length,), 10 * step + rank)}
             dcp.save(state, checkpoint_id=folder / f"{name}{step}", planner=shared, process_group=groups[name])
         state = {"v": torch.full((2,), step), f"of{rank}": torch.full((1,), step)}
         dcp.save(state, checkpoint_id=folder / f"all{step}", planner=second)
@@ -63,8 +65,8 @@ def jobs(rank, folder):
 def test_one_planner_for_two_groups_and_another_for_the_job(tmp_path):
     results = spawn(3, jobs, tmp_path)
     for step in range(3):
-        for name, ranks in {"low": (0, 1), "high": (1, 2)}.items():
-            expected = {f"{name}{rank}": [10 * step + rank] * (rank + 1) for rank in ranks}
+        for name, other, length in (("low", 0, step + 1), ("high", 2, step + 2)):
+            expected = {"of1": [10 * step + 1] * length, f"of{other}": [10 * step + other] * 3}
             assert found_at(tmp_path / f"{name}{step}") == {"w": [step] * 4} | expected
         expected = {f"of{rank}": [step] for rank in range(3)}
         assert found_at(tmp_path / f"all{step}") == {"v": [step] * 2} | expected
