@@ -38,6 +38,7 @@ def save(planners, states, goal=None):
         planner.set_up_planner(state, None, rank == 0)
     sent = [travelled(planner.unless_unchanged(planner.create_local_plan())) for planner in planners]
     plans, metadata = planners[0].create_global_plan(sent)
+    plans = planners[0].whole_plans(plans, sent)
     assert metadata.storage_data is None
     plans = [dataclasses.replace(plan, storage_data=goal) for plan in plans]  # as storage does
     final = [planner.finish_plan(travelled(plan)) for planner, plan in zip(planners, plans, strict=True)]

@@ -13,19 +13,17 @@ from torch.distributed.checkpoint import metadata as torch_metadata
 
 from milepost.core.box import Box
 from milepost.planning.global_plan import (
-    compare_save_plans,
-    contains_usable_plan,
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_metadata,
     create_default_local_save_plan,
     dedup_save_plans,
-    merge_delta_local_plans,
     merged_planner_data,
     overlapping,
     validate_global_plan,
 )
 from milepost.planning.items import chunk_of
+from milepost.planning.kept_plans import compare_save_plans, contains_usable_plan, merge_delta_local_plans
 from milepost.planning.records import (
     BytesStorageMetadata,
     ChunkStorageMetadata,

@@ -79,7 +79,7 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     there = newest_above(newest, lambda number: is_there(store, number) or None)
     newest = max(newest, there[0] if there else 0)
     if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
-        raise InvalidRequest(f"there is a checkpoint at {store.url} already; pass overwrite=True to replace it")
+        raise InvalidRequest(f"Checkpoint already exists at {store.url}; pass overwrite=True to replace it")
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))

@@ -90,7 +90,8 @@ def merge_tables(tables: list[tuple[tuple[int, ...], Table]]) -> Merged:
             held.setdefault(row.key, []).append((ranks, row))
     rows, layouts = [], {}
     merger = LayoutMerger()
-    for key, holders in held.items():
+    for key, named in held.items():
+        holders = _with_boxes(named)
         problem = (len(holders) > 1 and _contradiction(key, holders)) or ""
         if not problem:
             try:
@@ -179,6 +180,13 @@ def _spell_out(holders: list[Holder], shape: Shape) -> Iterable[Held]:
         order = sorted(holding)
         turn = i % len(order)
         yield Held(box, pack_ranks(order[turn:] + order[:turn]))
+
+
+def _with_boxes(holders: list[Holder]) -> list[Holder]:
+    """Those that hold something, if any do. A tensor that wraps no shards on a rank does not know its dtype there."""
+    if len(holders) == 1:
+        return holders
+    return [one for one in holders if not (isinstance(one[1].layout, Boxes) and not one[1].layout.held)] or holders
 
 
 def _contradiction(key: str, holders: list[Holder]) -> str | None:

@@ -4,6 +4,8 @@ Thin names for what is elsewhere in Milepost, or torch's own where they work wit
 docs/how-to/from-dcp.md lists what differs.
 """
 
+from importlib import import_module
+
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
@@ -48,3 +50,11 @@ __all__ = [
     "save",
     "save_state_dict",
 ]
+
+# As in torch: these are attributes once the package is imported.
+for _name in (
+    *("_async_executor", "_async_process_executor", "_async_thread_executor", "_consolidate_hf_safetensors"),
+    *("_dedup_save_plans", "_extension", "_nested_dict", "_sharded_tensor_utils", "_state_dict_stager", "_traverse"),
+    *("_version", "logger", "logging_handlers", "planner_helpers", "resharding", "staging", "stateful", "utils"),
+):
+    import_module(f"milepost.dcp.{_name}")

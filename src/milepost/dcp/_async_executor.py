@@ -1,5 +1,7 @@
-"""The base class of torch's executors, for programs that bring one."""
+"""What runs the saves of `async_save`, for programs that bring their own or run one themselves."""
 
-from torch.distributed.checkpoint._async_executor import _AsyncCheckpointExecutor
+from milepost.dcp._engine.executors import SaveExecutor
 
-__all__ = ["_AsyncCheckpointExecutor"]
+__all__: list[str] = []
+
+_AsyncCheckpointExecutor = SaveExecutor

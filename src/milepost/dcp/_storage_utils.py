@@ -1,28 +1,45 @@
 """Which storage a place asks for."""
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 
 
 def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> Any:
-    """The storage to use, reset to `checkpoint_id`; where none is given, Milepost's for that place."""
+    """The storage to use, reset to `checkpoint_id`; where none is given, what knows that place."""
     if storage:
         if checkpoint_id is not None:
             storage.reset(checkpoint_id)
         return storage
     if not checkpoint_id:
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
-    target = FileSystemReader if reader else FileSystemWriter
-    if not target.validate_checkpoint_id(checkpoint_id):
-        raise RuntimeError(
-            "Cannot detect which StorageReader or StorageWriter to use. "
-            f"Please specify the storage_reader/storage_writer for {checkpoint_id!r}."
-        )
-    found = target(checkpoint_id)
-    found.reset(checkpoint_id)
-    return found
+    missing = ""
+    for target in _candidates(reader):
+        try:
+            if not target.validate_checkpoint_id(checkpoint_id):
+                continue
+        except ImportError as error:  # fsspec knows such places, and needs another package for them
+            missing = f" {error}."
+            continue
+        found = target(checkpoint_id)
+        found.reset(checkpoint_id)
+        return found
+    raise RuntimeError(
+        "Cannot detect which StorageReader or StorageWriter to use. "
+        f"Please specify the storage_reader/storage_writer for {checkpoint_id!r}.{missing}"
+    )
+
+
+def _candidates(reader: bool) -> Iterator[Any]:
+    """The storage to try, in order: Milepost's own places, then those that fsspec knows, where it is installed."""
+    yield FileSystemReader if reader else FileSystemWriter
+    try:
+        from milepost.dcp._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: PLC0415  # needs fsspec
+    except ImportError:
+        return
+    yield FsspecReader if reader else FsspecWriter
 
 
 _storage_setup = storage_setup

@@ -1,5 +1,9 @@
 """The planners that are used unless you bring your own, and the functions that they are made of."""
 
+import sys
+from types import ModuleType
+from typing import Any
+
 import torch
 
 from milepost.core.box import Box
@@ -36,3 +40,15 @@ def _check_box_bounds(outer_box_size: torch.Size, inner_box: ChunkStorageMetadat
     if any(n < 0 for n in (*inner_box.offsets, *inner_box.sizes)):
         return False
     return Box.whole(tuple(outer_box_size)).contains(box_of(inner_box))
+
+
+class _PlannerModule(ModuleType):
+    """A module whose `_validate_global_plan` is the planners' own: to replace it changes what they do, as in DCP."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "_validate_global_plan":
+            DefaultSavePlanner.validate = staticmethod(value)
+
+
+sys.modules[__name__].__class__ = _PlannerModule

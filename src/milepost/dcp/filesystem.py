@@ -23,12 +23,12 @@ from torch.distributed.checkpoint.filesystem import (
 )
 from torch.distributed.checkpoint.filesystem import _split_by_size_and_type as _their_split
 from torch.distributed.checkpoint.filesystem import _write_item as _their_write_item
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
 from milepost.core.manifest import VERSION
 from milepost.data.transfer import Transfer
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
+from milepost.dcp._engine.stagers import BlockingAsyncStager
 from milepost.errors import CheckpointError
 from milepost.planning import storage
 from milepost.planning.default import DefaultLoadPlanner

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import planner_helpers as theirs
 
-from milepost.planning import global_plan, items
+from milepost.planning import global_plan, items, kept_plans
 from milepost.planning.items import create_read_items_for_chunk_list
 from milepost.planning.records import ChunkStorageMetadata, TensorWriteData, WriteItem
 from milepost.planning.torch_records import ours
 
 __all__ = ["create_read_items_for_chunk_list"]
 
-_compare_save_plans = global_plan.compare_save_plans
-_contains_usable_plan = global_plan.contains_usable_plan
+_compare_save_plans = kept_plans.compare_save_plans
+_contains_usable_plan = kept_plans.contains_usable_plan
 _create_chunk_from_tensor = items.create_chunk_from_tensor
 _create_chunk_list = items.create_chunk_list
 _create_default_metadata_only_plan = global_plan.create_default_metadata_only_plan
@@ -25,7 +25,7 @@ _create_write_item_for_tensor = items.create_write_item_for_tensor
 _create_write_items = items.create_write_items
 _init_state_dict = items.init_state_dict
 _iterate_state_dict = items.iterate_state_dict
-_merge_delta_local_plans = global_plan.merge_delta_local_plans
+_merge_delta_local_plans = kept_plans.merge_delta_local_plans
 
 
 def _create_write_items_for_dtensor(fqn: str, tensor: Any) -> WriteItem:

@@ -1,5 +1,8 @@
-"""Copies of a state for saves in the background: torch's own stagers, which `async_save` of this package takes."""
+"""Copies of a state for saves in the background."""
 
-from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
+from milepost.dcp._engine.replication import ReplicationStager
+from milepost.dcp._engine.stagers import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+_ReplicationStager = ReplicationStager

@@ -7,7 +7,6 @@ from concurrent.futures import Future
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, AsyncSaveResponse
 
 from milepost.background.ticket import Ticket, unless_interrupted
@@ -15,6 +14,7 @@ from milepost.dcp._engine.calls import comm_of, save_with
 from milepost.dcp._engine.savers import save_in_background
 from milepost.dcp._engine.shared import TURNS
 from milepost.dcp._engine.staged import save_staged_by
+from milepost.dcp._engine.stagers import AsyncStager
 from milepost.dcp._storage_utils import storage_setup
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.records import Metadata

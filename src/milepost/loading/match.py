@@ -397,7 +397,7 @@ class Matcher:
         if local.shape != saved.shape:
             self._shapes[key] = (saved.shape, local.shape)
             return []
-        if local.dtype != saved.dtype:
+        if local.dtype != saved.dtype and local.parts:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not may_convert(saved.dtype, local.dtype, self._convert_dtype):
                 return []

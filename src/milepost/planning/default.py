@@ -2,8 +2,10 @@
 
 import dataclasses
 import io
+import os
+import uuid
 from collections.abc import Collection, Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -11,21 +13,26 @@ from milepost.core.agreement import Plans
 from milepost.errors import InvalidRequest
 from milepost.planning.flatten import FLATTEN_MAPPING, Era, flatten_state_dict, set_element
 from milepost.planning.global_plan import (
-    compare_save_plans,
     conflicts,
-    contains_usable_plan,
     create_default_global_load_plan,
     create_default_global_save_plan,
     create_default_local_load_plan,
     create_default_local_save_plan,
     dedup_save_plans,
-    fingerprint,
-    merge_delta_local_plans,
     merged_planner_data,
-    renewed,
     validate_global_plan,
 )
 from milepost.planning.items import check_writable, describer_of_job, find_state_dict_object, init_state_dict
+from milepost.planning.kept_plans import (
+    KeptPlans,
+    SentPlan,
+    compare_save_plans,
+    contains_usable_plan,
+    kept_under,
+    merge_delta_local_plans,
+    new_key,
+    renewed,
+)
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.planning.records import (
     STATE_DICT_TYPE,
@@ -48,17 +55,6 @@ _SHOWN_CHARACTERS = 2000
 _NO_METADATA = "a load planner needs the metadata of the checkpoint"
 
 
-@dataclasses.dataclass
-class _Kept:
-    """What a planner remembers from a save: its own plans, and on the coordinator the plans of all ranks."""
-
-    sent: tuple[Any, ...] | None = None
-    final: SavePlan | None = None
-    all_plans: list[SavePlan] = dataclasses.field(default_factory=list)
-    global_plan: list[SavePlan] = dataclasses.field(default_factory=list)
-    metadata: Metadata | None = None
-
-
 class DefaultSavePlanner(SavePlanner):
     """Plans to write every tensor and every value of a nested state once.
 
@@ -79,8 +75,13 @@ class DefaultSavePlanner(SavePlanner):
     `enable_plan_caching`: ranks whose plan did not change since this planner's last save send nothing.
     `types`, `allow_pickle`: as for `milepost.save`, for values.
 
-    `agreements` is what the ranks agreed on in earlier saves by local plans, for `enable_plan_caching`.
+    `agreements` is what the ranks agreed on in earlier saves by local plans, for `enable_plan_caching`. A planner keeps
+    the plans of saves by the global plan, and shows them under DCP's names (`SavePlanner._cached_save_plan` and others)
+    by its `_cached_plans_key`. No other planner uses them, unless it is given the same key.
     """
+
+    validate: "ClassVar[staticmethod[[list[SavePlan], Metadata], list[str]]]" = staticmethod(validate_global_plan)
+    """Finds what is wrong with a global plan. A program may replace it, here or on a subclass."""
 
     def __init__(
         self,
@@ -104,10 +105,42 @@ class DefaultSavePlanner(SavePlanner):
         self.state_dict: STATE_DICT_TYPE = {}
         self.is_coordinator = False
         self._describer: Describer | None = None
-        self._last: _Kept | None = None
-        self._now = _Kept()
-        self._finished = False
-        self._agreed: _Kept | None = None
+        self.plan: SavePlan | None = None
+        self.global_plan: list[SavePlan] = []
+        self.metadata: Metadata | None = None
+        self._pending: SentPlan | None = None
+        self._sent_whole = False
+        self._cached_plans_key = new_key(type(self).__name__)
+
+    @property
+    def _cached_plans_key(self) -> str:
+        """The key of this planner's plans. Set the same on two planners, and they share what they keep."""
+        return self._key
+
+    @_cached_plans_key.setter
+    def _cached_plans_key(self, key: str) -> None:
+        self._key = key
+        self._kept: KeptPlans = kept_under(key)
+
+    @property
+    def _enable_plan_caching(self) -> bool:
+        """DCP's name of `enable_plan_caching`."""
+        return self.enable_plan_caching
+
+    @_enable_plan_caching.setter
+    def _enable_plan_caching(self, enable: bool) -> None:
+        self.enable_plan_caching = enable
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = {name: value for name, value in self.__dict__.items() if name not in ("_kept", "_describer")}
+        return {**state, "_process": os.getpid()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # Sent to another process, it finds the plans that it left there. A copy in this process is another planner.
+        is_copy = state.pop("_process") == os.getpid()
+        self.__dict__.update(state)
+        self._describer = None
+        self._cached_plans_key = new_key(type(self).__name__) if is_copy else self._key
 
     def set_up_planner(
         self, state_dict: STATE_DICT_TYPE, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
@@ -120,17 +153,18 @@ class DefaultSavePlanner(SavePlanner):
             state_dict = flatten_sharded_tensors(state_dict)
         self.state_dict, self.is_coordinator = state_dict, is_coordinator
         self._describer = describer_of_job()
-        # A save that did not reach finish_plan on this rank leaves nothing to reuse: the coordinator may remember more
-        # of it than this rank does.
-        self._last = self._now if self._finished else None
-        self._agreed = self._now if self._now.all_plans else None
-        self._now, self._finished = _Kept(), False
+        if self._pending is not None:
+            # A save that did not reach finish_plan on this rank leaves nothing to reuse: the coordinator may remember
+            # more of it than this rank does.
+            self._kept.forget_own()
+        self._pending, self._sent_whole = None, False
 
     def create_local_plan(self) -> SavePlan:
         """One item for each value, and one for each box of each tensor."""
         plan = create_default_local_save_plan(self.state_dict, self.is_coordinator)
         if self.flatten_state_dict:
             plan = dataclasses.replace(plan, planner_data=self.mappings)
+        self.plan = plan
         # A subclass may change the plan after this returns. The sender then asks whether the changed plan is new.
         overridden = type(self).create_local_plan is not DefaultSavePlanner.create_local_plan
         return plan if overridden else self.unless_unchanged(plan)
@@ -139,52 +173,104 @@ class DefaultSavePlanner(SavePlanner):
         """The plan to send. With caching, an empty one if nothing changed since the last save."""
         if not self.enable_plan_caching or not plan.usable:
             return plan
-        self._now.sent = (fingerprint(plan), plan.planner_data)
-        if self._last is not None and self._last.sent == self._now.sent:
-            return SavePlan([], usable=False)
-        return plan
+        if self._pending is None or self._pending.plan is not plan:
+            self._pending = SentPlan(plan)
+        self._sent_whole = not self._kept.has(self._pending)
+        return plan if self._sent_whole else SavePlan([], usable=False)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Remove duplicates, describe what is left, and check it. Raises ValueError with all that is wrong."""
-        last, now = self._agreed or _Kept(), self._now
+        """Remove duplicates, describe what is left, and check it. Raises ValueError with all that is wrong.
+
+        With caching, a plan that is as in the last save is empty: see `whole_plans`.
+        """
+        kept = self._kept
         unchanged = [rank for rank, plan in enumerate(all_plans) if not plan.usable]
-        if unchanged and len(last.all_plans) != len(all_plans):
+        if unchanged and not self.remembers(len(all_plans)):
             raise InvalidRequest(
                 f"ranks {unchanged} say that their plans are those of an earlier save, but the coordinator's planner "
                 "has no plans of it. Give every rank a new planner, or none."
             )
         if not self.enable_plan_caching:
-            return self._global_plan(all_plans)
-        merged = merge_delta_local_plans(last.all_plans, all_plans) if unchanged else list(all_plans)
-        if last.metadata is not None and not contains_usable_plan(all_plans):
-            plans, metadata = last.global_plan, last.metadata
+            self.global_plan, self.metadata = self._create_global_plan(all_plans)
+            return self.global_plan, self.metadata
+        merged = merge_delta_local_plans(kept.all_plans or (), all_plans) if unchanged else list(all_plans)
+        if kept.metadata is not None and kept.global_plan and not contains_usable_plan(all_plans):
+            plans, metadata = kept.global_plan, kept.metadata
         else:
-            plans, metadata = self._global_plan(merged)
-        now.all_plans, now.global_plan, now.metadata = merged, plans, metadata
+            plans, metadata = self._create_global_plan(merged)
+        last = kept.global_plan or []
+        last = last if len(last) == len(plans) else [_NOTHING] * len(plans)
+        kept.all_plans, kept.global_plan, kept.metadata = merged, plans, metadata
+        kept.agreement = uuid.uuid4().hex
+        self.global_plan, self.metadata = plans, dataclasses.replace(metadata)  # a copy: storage adds its data to it
+        # A subclass may change the plans after this returns: then a rank that sent its plan gets its final one here.
+        overridden = type(self).create_global_plan is not DefaultSavePlanner.create_global_plan
         sent = [
-            plan if new.usable or not compare_save_plans(plan, old) else _unchanged(new)
-            for plan, new, old in zip(plans, all_plans, last.global_plan if unchanged else plans, strict=True)
+            plan if (overridden and new.usable) or not compare_save_plans(plan, old) else _unchanged(new)
+            for plan, new, old in zip(plans, all_plans, last, strict=True)
         ]
-        return sent, dataclasses.replace(metadata)  # a copy, because storage adds its own data to it
+        return sent, self.metadata
 
-    def _global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    def whole_plans(self, plans: list[SavePlan], all_plans: list[SavePlan]) -> list[SavePlan]:
+        """The plans to hand out: a rank that sent its own plan gets all of its final one, for it may have kept none.
+
+        `plans`: what `create_global_plan` returned for `all_plans`.
+        """
+        return [
+            self.global_plan[rank] if new.usable and not plan.usable else plan
+            for rank, (plan, new) in enumerate(zip(plans, all_plans, strict=True))
+        ]
+
+    @property
+    def agreement(self) -> str:
+        """The name of the global plan that this planner's kept plans belong to; empty if there are none."""
+        return self._kept.agreement
+
+    @agreement.setter
+    def agreement(self, agreement: str) -> None:
+        self._kept.agreement = agreement
+
+    def remembers(self, ranks: int) -> bool:
+        """Whether this planner keeps the plans of as many ranks."""
+        return len(self._kept.all_plans or ()) == ranks
+
+    def forget_plans(self) -> None:
+        """Drop what this planner keeps, so that the next save plans everything anew."""
+        self._kept.forget_own()
+        self._kept.all_plans = self._kept.global_plan = self._kept.metadata = None
+        self._kept.agreement, self._pending = "", None
+
+    def _create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         _refuse(conflicts(all_plans))  # before deduplication takes one of two for a copy of the other
-        plans, metadata = create_default_global_save_plan(dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank))
+        plans, metadata = create_default_global_save_plan(self._dedup_save_plans(all_plans))
         if self.flatten_state_dict:
             metadata = dataclasses.replace(metadata, planner_data=merged_planner_data(all_plans))
-        _refuse(validate_global_plan(plans, metadata))
+        _refuse(self.validate(plans, metadata))
         return plans, metadata
+
+    def _dedup_save_plans(self, all_plans: list[SavePlan]) -> list[SavePlan]:
+        """Choose who writes what several ranks hold. Programs for DCP override it."""
+        return dedup_save_plans(all_plans, self.dedup_save_to_lowest_rank)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """The final plan. With caching, the one of the last save if nothing changed."""
-        if not self.enable_plan_caching:
-            return new_plan
+        self.plan = self._finished(new_plan) if self.enable_plan_caching else new_plan
+        return self.plan
+
+    def _finished(self, new_plan: SavePlan) -> SavePlan:
+        kept = self._kept
         if not new_plan.usable:
-            kept = self._now.final or (self._last.final if self._last is not None else None)
-            if kept is None:
-                raise InvalidRequest("the coordinator asked this rank to use its last plan again, and it has none")
-            new_plan = renewed(kept, new_plan)
-        self._now.final, self._finished = new_plan, True
+            if kept.final is None or self._sent_whole:
+                raise InvalidRequest(
+                    "the coordinator asked this rank to use its last plan again, and it has none that is sure to be "
+                    "the same. Pass what `create_global_plan` returns through `whole_plans`, or give every rank a new "
+                    "planner."
+                )
+            new_plan = renewed(kept.final, new_plan)
+        kept.final = new_plan
+        if self._pending is not None:
+            kept.keep_sent(self._pending)
+        self._pending, self._sent_whole = None, False
         return new_plan
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
@@ -201,6 +287,9 @@ class DefaultSavePlanner(SavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return pack_value(object, self.codec, write_item.index.fqn)
         return object
+
+
+_NOTHING = SavePlan([], usable=False)
 
 
 def _unchanged(plan: SavePlan) -> SavePlan:

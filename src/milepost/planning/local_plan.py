@@ -20,7 +20,7 @@ from milepost.errors import CheckpointError, InvalidState
 from milepost.planning.default import DefaultSavePlanner
 from milepost.planning.items import box_of
 from milepost.planning.manifest_bridge import paths_of
-from milepost.planning.protocol_run import MakeState, set_up
+from milepost.planning.protocol_run import MakeState, is_of, set_up
 from milepost.planning.records import SavePlan, WriteItem
 from milepost.planning.route import LocalPlanner, NoPlanner
 from milepost.planning.storage import bytes_tensor, resolved_tensor
@@ -53,15 +53,9 @@ def save_by_local_plans(
     try:
         return chosen.note(save_state(None, writer.store, comm, options, describing))
     except CheckpointError as error:
-        if not _has_own_data(error):
+        if not is_of(error, OwnPlannerData):
             raise
         return None
-
-
-def _has_own_data(error: CheckpointError) -> bool:
-    """Whether the planner of some rank has data of its own. The same on every rank."""
-    kinds = {failure.kind for failure in error.failures.values()}
-    return isinstance(error, OwnPlannerData) or OwnPlannerData.__name__ in kinds
 
 
 def _versions_in(state: Any, path: Path = ()) -> Iterator[tuple[Path, Versions]]:

@@ -3,11 +3,12 @@
 import abc
 import io
 import os
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.futures import Future
 
+from milepost.planning.kept_plans import PlansByKey
 from milepost.planning.records import (
     STATE_DICT_TYPE,
     LoadPlan,
@@ -34,6 +35,13 @@ class SavePlanner(abc.ABC):
     >>> list(milepost.open("memory://prefixed"))
     ['ema.w']
     """
+
+    # What planners keep between saves, by their `_cached_plans_key`: where programs written for DCP look for it.
+    _cached_save_plan: ClassVar[PlansByKey[SavePlan]] = PlansByKey("local")
+    _cached_final_save_plan: ClassVar[PlansByKey[SavePlan]] = PlansByKey("final")
+    _cached_all_plans: ClassVar[PlansByKey[list[SavePlan]]] = PlansByKey("all_plans")
+    _cached_global_plan: ClassVar[PlansByKey[list[SavePlan]]] = PlansByKey("global_plan")
+    _cached_metadata: ClassVar[PlansByKey[Metadata]] = PlansByKey("metadata")
 
     @abc.abstractmethod
     def set_up_planner(

@@ -9,11 +9,11 @@ import logging
 import pickle
 from collections.abc import Callable
 from types import NoneType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from milepost.comm import Call, Comm, Meeting, calling, meet, together
 from milepost.core.wire import Wire
-from milepost.errors import InvalidRequest
+from milepost.errors import CheckpointError, InvalidRequest
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.records import LoadPlan, Metadata, SavePlan, WriteResult
@@ -43,40 +43,82 @@ _WRITING = Meeting("writing", _PICKLES, Wire(NoneType))
 _READING, _APPLYING = "reading", "applying"
 
 
+class StalePlans(InvalidRequest):
+    """Inside a save: ranks refer to kept plans that the coordinator's planner does not have."""
+
+
+class _Planned(NamedTuple):
+    """A plan on its way, with the name of the global plan that what its planner keeps belongs to."""
+
+    plan: SavePlan
+    agreement: str
+
+
 def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     """Save by plans. Gives the metadata on the coordinator, None elsewhere. Raises the same error on every rank."""
     try:
         with calling(comm, Call("saving to", place_of(writer))) as call:
+            try:
+                return _save(state, writer, planner, comm, call)
+            except CheckpointError as error:
+                if not (isinstance(planner, DefaultSavePlanner) and is_of(error, StalePlans)):
+                    raise
+            planner.forget_plans()
             return _save(state, writer, planner, comm, call)
     except BaseException as error:
         _abort(writer, error)
         raise
 
 
+def is_of(error: CheckpointError, kind: type[CheckpointError]) -> bool:
+    """Whether a rank met an error of this kind. The same on every rank."""
+    return isinstance(error, kind) or kind.__name__ in {failure.kind for failure in error.failures.values()}
+
+
 def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm, call: Call) -> Metadata | None:
     made: list[Metadata] = []
+    keeps = planner if isinstance(planner, DefaultSavePlanner) else None
     is_coordinator = comm.rank == comm.coordinator
 
-    def plan_here() -> SavePlan:
+    def plan_here() -> _Planned:
         set_up(planner.set_up_planner, state(), storage_meta=writer.storage_meta(), is_coordinator=is_coordinator)
         set_up(writer.set_up_storage_writer, is_coordinator, rank=comm.rank, use_collectives=True)
         plan = planner.create_local_plan()
-        if isinstance(planner, DefaultSavePlanner):
-            plan = planner.unless_unchanged(plan)
-        return writer.prepare_local_plan(plan)
+        if keeps is not None:
+            plan = keeps.unless_unchanged(plan)
+        return _Planned(writer.prepare_local_plan(plan), keeps.agreement if keeps is not None else "")
 
-    def plan_all(local: list[SavePlan]) -> list[SavePlan]:
+    def plan_all(sent: list[_Planned]) -> list[_Planned]:
+        local = [one.plan for one in sent]
+        if keeps is not None:
+            _check_agreement(sent, keeps)
         plans, metadata = planner.create_global_plan(local)
+        if keeps is not None:
+            plans = keeps.whole_plans(plans, local)
         made.append(metadata)
-        return writer.prepare_global_plan(plans)
+        return [_Planned(plan, keeps.agreement if keeps else "") for plan in writer.prepare_global_plan(plans)]
 
-    final: SavePlan = _deal(comm, call, plan_here, plan_all)
+    final: _Planned = _deal(comm, call, plan_here, plan_all)
 
     def write() -> list[WriteResult]:
-        return writer.write_data(planner.finish_plan(final), planner).wait()
+        plan = planner.finish_plan(final.plan)
+        if keeps is not None:
+            keeps.agreement = final.agreement
+        return writer.write_data(plan, planner).wait()
 
     meet(comm, call, _WRITING, write, lambda results: writer.finish(made[0], results))
     return made[0] if made else None
+
+
+def _check_agreement(sent: list[_Planned], planner: DefaultSavePlanner) -> None:
+    """Raise StalePlans if a rank says "as before" about a save that this coordinator's planner has no plans of.
+
+    So it is where one planner serves several groups of ranks, or where a program dropped the plans of one rank.
+    """
+    known = planner.agreement if planner.remembers(len(sent)) else None
+    stale = [rank for rank, one in enumerate(sent) if not one.plan.usable and one.agreement != known]
+    if stale:
+        raise StalePlans(f"ranks {stale} refer to plans of a save that the coordinator's planner does not know")
 
 
 def load_planned(

@@ -17,7 +17,7 @@ from milepost.planning.storage import CheckpointWriter
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 
-_PLANNER_STEPS = ("create_global_plan", "finish_plan", "unless_unchanged")
+_PLANNER_STEPS = ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan", "unless_unchanged")
 _WRITER_STEPS = ("set_up_storage_writer", "prepare_local_plan", "prepare_global_plan", "write_data", "finish", "abort")
 
 

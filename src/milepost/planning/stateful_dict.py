@@ -25,7 +25,9 @@ def expand_to_fill(state: dict[str, Any]) -> tuple[MakeState, Callable[[], None]
         filled, stateful = expanded(), _stateful_keys(state)
         for key in stateful:
             state[key].load_state_dict(filled[key])
-        state.update((key, value) for key, value in filled.items() if key not in stateful)
+        for key, value in filled.items():  # one by one: a subclass of dict may have its own way to set an item
+            if key not in stateful:
+                state[key] = value  # noqa: PERF403
 
     return expanded, put_back
 

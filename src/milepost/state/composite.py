@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch
 
 from milepost.core.tree import Parts
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, UnsupportedFormat
+from milepost.state.self_described import is_self_described
 from milepost.state.tensors import is_sharded_tensor
 from milepost.state.values import Codec
 
@@ -40,7 +41,7 @@ def is_composite(value: Any) -> bool:
         return False
     if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:
         return False
-    if type(value).__name__ == "AsyncCollectiveTensor":
+    if type(value).__name__ == "AsyncCollectiveTensor" or is_self_described(value):
         return False
     if value.layout is torch.sparse_coo or value.layout in _COMPRESSED:
         return True

@@ -22,6 +22,7 @@ from milepost.core.limits import MAX_DIMS
 from milepost.core.manifest import Tensor, TensorKind
 from milepost.errors import InvalidRequest, InvalidState, UnsafeCheckpoint
 from milepost.state.host_memory import new_bytes, tensor_of_bytes, tensor_over
+from milepost.state.self_described import is_self_described, own_shards
 from milepost.state.unpinned import unpin
 
 unpin()
@@ -124,6 +125,10 @@ class Describer:
         """What this rank holds of `value`. Raises InvalidState, naming the key, for tensors that cannot be saved."""
         if type(value) in _PLAIN:
             return _plain(check_plain(value, key), "tensor", key)
+        shards = own_shards(value, key)
+        if shards is not None:
+            parts = {box.offset: check_plain(data, key) for box, data in shards}
+            value = Sharded(tuple(value.shape), parts, None if parts else value.dtype)
         return self._describe_other(value, key)
 
     def _describe_other(self, value: Any, key: str) -> LocalTensor:
@@ -240,7 +245,7 @@ def memory_of(value: Any) -> Memory | None:
     """The memory of this rank's part of a tensor; None for other objects, and for tensors made of several."""
     # Not `_local`, which takes ten times as long: only the identity of the memory counts.
     data = value._local_tensor if isinstance(value, DTensor) else value  # noqa: SLF001
-    if type(data) not in _PLAIN and not _is_dense(data):
+    if type(data) not in _PLAIN and (is_self_described(data) or not _is_dense(data)):
         return None
     if data.layout is not torch.strided or data.is_nested:
         return None

@@ -6,7 +6,6 @@ from concurrent.futures import Future, wait
 from functools import partial
 from typing import Any
 
-from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from milepost.background.errand import Errand
@@ -14,6 +13,7 @@ from milepost.background.ticket import Permit, Ticket
 from milepost.comm import Comm
 from milepost.dcp._engine.calls import save_with
 from milepost.dcp._engine.shared import TURNS
+from milepost.dcp._engine.stagers import AsyncStager
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.api import CheckpointException
 from milepost.errors import CheckpointError, SaveCancelled
@@ -57,7 +57,9 @@ def save_staged_by(
 
     ticket.on_leave(abandon)
     try:
-        staged = stager.stage(expand_stateful(state_dict))
+        # A stager that sends the state elsewhere stages another than the one to save.
+        stage = getattr(stager, "stage_to_save", stager.stage)
+        staged = stage(expand_stateful(state_dict))
     except Exception as error:
         # The other ranks hear of it where they wait: in their saves.
         never.set_exception(error)
