@@ -59,7 +59,7 @@ def _receive(stream):
 def _serve():
     replies, sys.stdout = os.fdopen(os.dup(1), "wb"), sys.stderr
     os.dup2(2, 1)
-    import examples.torchtitan_train  # imports torchtitan, once
+    import examples.torchtitan_train  # noqa: F401  # imports torchtitan, once
     import tests.integrations.test_torchtitan  # noqa: F401  # what ranks do
 
     while True:
@@ -79,8 +79,7 @@ def _run(world, work, args, folder):
     deadline = time.monotonic() + LIMIT_S
     while children:
         pid, status = os.waitpid(-1, os.WNOHANG)
-        if pid in children:
-            del children[pid]
+        children.pop(pid, None)
         if (pid and os.WIFSIGNALED(status)) or time.monotonic() > deadline:
             time.sleep(0.3)
             for left in children:  # as a launcher does when a rank dies
@@ -123,6 +122,7 @@ def _fork(rank, world, port, work, args, folder):
 def trainer_for(folder, steps, checkpoint, loader=None, **parallelism):
     """A trainer that keeps its losses, and does not sleep at its end."""
     import torchtitan.trainer
+
     from examples import torchtitan_train as example
 
     torchtitan.trainer.time = types.SimpleNamespace(sleep=lambda _: None, perf_counter=time.perf_counter)

@@ -60,6 +60,15 @@ _ASYNC: Mapping[str, dict[str, Any]] = {
     "async_with_pinned_mem": {"background": "process", "stage": "auto"},
 }
 """The modes of torchtitan, in the words of `milepost.Checkpointer`."""
+# fmt: off
+_HONOURED = {
+    "enable", "folder", "interval", "initial_load_path", "initial_load_model_only", "initial_load_in_hf",
+    "initial_load_in_hf_quantized", "last_save_model_only", "last_save_in_hf", "export_dtype", "keep_latest_k",
+    "load_step", "exclude_from_loading", "enable_first_step_checkpoint", "create_seed_checkpoint", "load_only",
+    "async_mode", "data_on_other_ranks", "timeout_s",
+}
+# fmt: on
+"""The fields of the configuration. A newer torchtitan may have more."""
 _SHOWN = 5
 
 
@@ -126,6 +135,9 @@ class CheckpointManager(BaseCheckpointManager):
             _one_of("async_mode", self.async_mode, _ASYNC)
             _one_of("data_on_other_ranks", self.data_on_other_ranks, ("refuse", "restart"))
             check_values({"timeout_s": self.timeout_s})
+            unknown = sorted(field.name for field in fields(self) if field.name not in _HONOURED)
+            if unknown:
+                raise ValueError(f"this version of Milepost does not know checkpoint.{', checkpoint.'.join(unknown)}")
             for name in ("folder", "initial_load_path"):
                 _refuse_remote(name, getattr(self, name))
             if self.create_seed_checkpoint and self.load_only:
