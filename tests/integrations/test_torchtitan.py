@@ -296,6 +296,12 @@ def export(rank, folder):
         desk.load(desk.manager(**hf, initial_load_in_hf_quantized=True))
     with pytest.raises(milepost.InvalidRequest, match="there is no folder"):
         desk.load(desk.manager(**{**hf, "initial_load_path": "/nowhere"}))
+    broken = desk.manager(folder="broken")
+    desk.save(broken, 2)
+    for manifest in desk.folder.parent.glob("broken/step-2/manifest-*") if rank == 0 else []:
+        manifest.write_bytes(b"damaged")
+    with pytest.raises(milepost.CheckpointDamaged, match=r"no step .* is whole"):  # on both ranks
+        desk.load(broken)
     return sorted(names)
 
 
@@ -325,6 +331,7 @@ def refuse(rank, folder):
     from torchtitan.experiments.torchft.checkpoint import TorchFTCheckpointManager
 
     from milepost.integrations import torchtitan as integration
+    from milepost.integrations.torchtitan import manager, settings
 
     desk, config = Desk(folder), integration.CheckpointManager.Config
     for fields, text in [
@@ -348,10 +355,10 @@ def refuse(rank, folder):
         integration.use_milepost(TorchFTCheckpointManager.Config())
     made = integration.use_milepost(TitanManager.Config(interval=7, async_mode="async"), timeout_s=60)
     assert (type(made), made.interval, made.async_mode, made.timeout_s) == (config, 7, "async", 60)
-    source = inspect.getsource(integration)
+    source = inspect.getsource(manager) + inspect.getsource(settings)
     read_by_titan = {"load_step"}
     fields = {field.name for field in dataclasses.fields(TitanManager.Config)}
-    assert fields | {"data_on_other_ranks", "timeout_s"} == integration._HONOURED
+    assert fields | {"data_on_other_ranks", "timeout_s"} == settings.HONOURED
     return [name for name in fields - read_by_titan if not re.search(rf"\b(config|self)\.{name}\b", source)]
 
 

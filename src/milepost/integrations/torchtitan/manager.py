@@ -1,74 +1,44 @@
-"""torchtitan: a checkpoint manager for `Trainer.Config.checkpoint` that saves, finds and loads with Milepost.
+"""The checkpoint manager for torchtitan: its saves and its loads."""
 
-    checkpoint=CheckpointManager.Config(enable=True, interval=500)         in a config function
-    --override.imports milepost.integrations.torchtitan.use_milepost       on the command line, for any config
-
-The state has the layout of torchtitan's own manager: the model's tensors at the top, everything else by its name. So
-steps of DCP and of Milepost are read by the same code, and may lie in one folder.
-"""
-
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import torch
 from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+from torchtitan.components.checkpointer.base import (
+    DATALOADER,
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    BaseCheckpointManager,
+    ModelWrapper,
+)
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.observability import structured_logger
+from torchtitan.tools import filesystem
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import GarbageCollection
 
 from milepost.api import explain, load
 from milepost.background.pending import PendingSave
 from milepost.checkpoint import Checkpoint, open_checkpoint
-from milepost.comm import TIMEOUT_S, Announcement, Call, broadcast, calling
+from milepost.comm import Announcement, Call, broadcast, calling
 from milepost.comm.distributed import ranks_of
-from milepost.core.option_values import check_values
 from milepost.core.wire import Wire
 from milepost.dcp import load as load_from_storage
-from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, InvalidState
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, InvalidState
 from milepost.formats.write.export import export_safetensors
+from milepost.integrations.torchtitan.settings import ASYNC_MODES, ManagerFields
 from milepost.saving.pipeline import Receipt
 from milepost.steps.checkpointer import Checkpointer
-from milepost.store import store_at
-
-try:
-    from torchtitan.components.checkpointer.base import (
-        DATALOADER,
-        LR_SCHEDULER,
-        MODEL,
-        OPTIMIZER,
-        BaseCheckpointManager,
-        ModelWrapper,
-    )
-    from torchtitan.components.checkpointer.dcp import CheckpointManager as DcpManager
-    from torchtitan.config import TORCH_DTYPE_MAP
-    from torchtitan.config.override import override
-    from torchtitan.observability import structured_logger
-    from torchtitan.tools import filesystem
-    from torchtitan.tools.logging import logger
-    from torchtitan.tools.utils import GarbageCollection
-except ImportError as error:
-    raise ImportError(
-        f"milepost.integrations.torchtitan needs torchtitan 0.3 or newer: pip install 'torchtitan>=0.3' ({error})"
-    ) from error
 
 STEPS = "step-{step}"
 """How torchtitan names the folders of steps."""
-_ASYNC: Mapping[str, dict[str, Any]] = {
-    "disabled": {},
-    "async": {"background": "thread", "stage": "host"},
-    "async_with_pinned_mem": {"background": "process", "stage": "auto"},
-}
-"""The modes of torchtitan, in the words of `milepost.Checkpointer`."""
-# fmt: off
-_HONOURED = {
-    "enable", "folder", "interval", "initial_load_path", "initial_load_model_only", "initial_load_in_hf",
-    "initial_load_in_hf_quantized", "last_save_model_only", "last_save_in_hf", "export_dtype", "keep_latest_k",
-    "load_step", "exclude_from_loading", "enable_first_step_checkpoint", "create_seed_checkpoint", "load_only",
-    "async_mode", "data_on_other_ranks", "timeout_s",
-}
-# fmt: on
-"""The fields of the configuration. A newer torchtitan may have more."""
 _SHOWN = 5
 
 
@@ -85,7 +55,7 @@ _CHOOSING = Announcement("choosing", Wire(_StepChoice))
 _LEFTOVER = Announcement("looking for an older checkpoint", Wire(bool))
 
 
-class _Opaque:
+class _StatefulPart:
     """A part of the training state that gives and takes its state dict, whatever else it is."""
 
     def __init__(self, part: Any) -> None:
@@ -117,36 +87,8 @@ class CheckpointManager(BaseCheckpointManager):
     """
 
     @dataclass(kw_only=True, slots=True)
-    class Config(BaseCheckpointManager.Config):
-        """The fields of torchtitan's own configuration, and `data_on_other_ranks` and `timeout_s`."""
-
-        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
-        """How to save: before training goes on, from a thread, or from a process."""
-
-        data_on_other_ranks: Literal["refuse", "restart"] = "refuse"
-        """What to do with the positions of data loaders of another number of data-parallel ranks."""
-
-        timeout_s: float = TIMEOUT_S
-        """How long ranks wait for each other, in seconds."""
-
-        def __post_init__(self) -> None:
-            BaseCheckpointManager.Config.__post_init__(self)
-            self.async_mode = self.async_mode.lower()  # type: ignore[assignment]  # as torchtitan reads it
-            _one_of("async_mode", self.async_mode, _ASYNC)
-            _one_of("data_on_other_ranks", self.data_on_other_ranks, ("refuse", "restart"))
-            check_values({"timeout_s": self.timeout_s})
-            unknown = sorted(field.name for field in fields(self) if field.name not in _HONOURED)
-            if unknown:
-                raise ValueError(f"this version of Milepost does not know checkpoint.{', checkpoint.'.join(unknown)}")
-            for name in ("folder", "initial_load_path"):
-                _refuse_remote(name, getattr(self, name))
-            if self.create_seed_checkpoint and self.load_only:
-                raise ValueError("checkpoint.load_only allows no save, so no seed checkpoint either")
-            if self.create_seed_checkpoint and self.last_save_in_hf:
-                raise ValueError(
-                    "a seed checkpoint is loaded as step 0, by its own names: "
-                    "set checkpoint.last_save_in_hf=False together with create_seed_checkpoint"
-                )
+    class Config(ManagerFields):
+        """The fields of torchtitan's own configuration, and those of Milepost's; see `CheckpointManager`."""
 
     def __init__(
         self,
@@ -190,7 +132,7 @@ class CheckpointManager(BaseCheckpointManager):
             keep_last=config.keep_latest_k or None,
             names=STEPS,
             timeout_s=config.timeout_s,
-            **_ASYNC[config.async_mode],
+            **ASYNC_MODES[config.async_mode],
         )
         logger.info(f"Milepost saves steps to {self.folder}, and resumes from the newest whole one there.")
 
@@ -259,7 +201,7 @@ class CheckpointManager(BaseCheckpointManager):
         """The state of training, as it is saved: the model's tensors at the top, everything else by its name."""
         left_out = {MODEL, *without}
         parts = {name: part for name, part in self.states.items() if name not in left_out and part is not None}
-        return {**self.states[MODEL].state_dict(), **{name: _Opaque(part) for name, part in parts.items()}}
+        return {**self.states[MODEL].state_dict(), **{name: _StatefulPart(part) for name, part in parts.items()}}
 
     def _folder_of(self, step: int) -> str:
         return f"{self.folder}/{STEPS.format(step=step)}"
@@ -278,7 +220,13 @@ class CheckpointManager(BaseCheckpointManager):
     def _close(self) -> None:
         """Wait for a save under way. Raises its error, if nobody asked for it."""
         self._pending, self.save_future = None, None
-        self._keeper.close()
+        ending = sys.exception()
+        try:
+            self._keeper.close()
+        except CheckpointError as error:
+            if ending is None:
+                raise
+            logger.error(f"A save in the background failed too: {error}")  # the error that ends training is raised
 
     # Loading
 
@@ -303,9 +251,6 @@ class CheckpointManager(BaseCheckpointManager):
             with calling(comm, Call("restoring from", self.folder)) as call:
                 chosen = broadcast(comm, call, _CHOOSING, lambda: self._choose(step, skipped))
             if chosen.step is None:
-                if skipped:
-                    reasons = "\n  ".join(f"step {number}: {reason}" for number, reason in skipped.items())
-                    raise CheckpointDamaged(f"no step in {self.folder} is whole:\n  {reasons}")
                 return ""
             place = self._folder_of(chosen.step)
             try:
@@ -332,6 +277,12 @@ class CheckpointManager(BaseCheckpointManager):
             except (CheckpointDamaged, CheckpointNotFound) as error:
                 skipped[step] = str(error)
                 logger.warning(f"Skipping {self._folder_of(step)}: {error}")
+        if skipped:
+            reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
+            raise CheckpointDamaged(
+                f"no step in {self.folder} is whole:\n  {reasons}\n"
+                "Restore these files from a backup, or start again in another checkpoint.folder."
+            )
         return _NO_STEP
 
     def _choice(self, step: int, checkpoint: Checkpoint) -> _StepChoice:
@@ -404,7 +355,7 @@ class CheckpointManager(BaseCheckpointManager):
             self._note_unread(place, target, self.states.keys() - {MODEL} if model_only else set(left_out))
         load(target, place, allow_unexpected=some, convert_dtype=model_only, timeout_s=self.config.timeout_s)
         # Not `state_dict()` once more: it would put the old values back into tensors that the model makes for it.
-        self.states[MODEL].load_state_dict({key: v for key, v in target.items() if not isinstance(v, _Opaque)})
+        self.states[MODEL].load_state_dict({key: v for key, v in target.items() if not isinstance(v, _StatefulPart)})
 
     def _note_unread(self, place: str, target: dict[str, Any], left_out: Iterable[str]) -> None:
         report = explain(target, place, timeout_s=self.config.timeout_s)
@@ -433,33 +384,6 @@ class CheckpointManager(BaseCheckpointManager):
         loaded = self.sd_adapter.from_hf(target)
         _warn_of(place, sorted(model.keys() - loaded.keys()), "of the model are not there, and keep their first values")
         self.states[MODEL].load_state_dict(loaded)
-
-
-def use_milepost(config: Any, **changes: Any) -> CheckpointManager.Config:
-    """Milepost's configuration in the place of torchtitan's, for `--override.imports`; `changes` are further fields."""
-    known = {field.name for field in fields(CheckpointManager.Config)}
-    given = {field.name: getattr(config, field.name) for field in fields(config)}
-    foreign = sorted(given.keys() - known)
-    if foreign:
-        raise ValueError(
-            f"{type(config).__qualname__} has {', '.join(foreign)}, which Milepost's manager cannot honour"
-        )
-    return CheckpointManager.Config(**{**given, **changes})
-
-
-override(target=DcpManager.Config, description="Checkpoints by Milepost")(use_milepost)
-
-
-def _one_of(name: str, value: Any, known: Iterable[str]) -> None:
-    if value not in known:
-        raise ValueError(f"checkpoint.{name} is one of {', '.join(known)}, not {value!r}")
-
-
-def _refuse_remote(name: str, place: str | None) -> None:
-    try:
-        store_at(place or ".")
-    except InvalidRequest as error:
-        raise InvalidRequest(f"checkpoint.{name}: {error}") from None
 
 
 def _as_dtype(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
