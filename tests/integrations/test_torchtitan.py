@@ -141,8 +141,8 @@ def test_positions_of_other_data_ranks_are_refused(ranks, tmp_path):
 class Desk:
     """A trainer on one rank, and managers of any configuration for it. `save` and `load` are with the step's number."""
 
-    def __init__(self, folder):
-        self.trainer = trainer_for(folder, STEPS, manager_of("milepost"))
+    def __init__(self, folder, **parallelism):
+        self.trainer = trainer_for(folder, STEPS, manager_of("milepost"), **parallelism)
         self.trainer.close()
         self.folder = Path(folder) / "checkpoint"
 
@@ -178,6 +178,26 @@ class Desk:
 
     def steps(self):
         return steps_in(self.folder.parent)
+
+
+def pass_on(rank, folder):
+    """Load step 2 into two pipeline stages, and save them as step 4."""
+    whole = dict.fromkeys(("pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers"), 0)
+    desk = Desk(folder, pipeline_parallel_degree=2, local_batch_size=4, **whole)
+    manager = desk.manager(data_on_other_ranks="restart")
+    assert desk.load(manager) == 2
+    assert desk.save(manager, 4)
+    return len(desk.trainer.model_parts[0].state_dict())
+
+
+def test_pipeline_stages_are_saved_by_name(ranks, tmp_path):
+    ranks.run(2, train, tmp_path, 2)
+    counts = ranks.run(2, pass_on, tmp_path)
+    before, after = (milepost.open(tmp_path / "checkpoint" / name) for name in ("step-2", "step-4"))
+    assert set(before.tensors) == set(after.tensors)
+    assert sum(counts) == sum(not key.startswith("optimizer.") for key in before.tensors)
+    for key, tensor in before.tensors.items():
+        assert tensor[...].equal(after[key][...]), key
 
 
 def choose_steps(rank, folder):
