@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -23,6 +24,8 @@ if find_spec("torchtitan") is None:
     pytest.skip("torchtitan is not installed", allow_module_level=True)
 
 STEPS = 6
+ROOT = Path(__file__).parents[2]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 
 @pytest.fixture(scope="module")
@@ -305,6 +308,7 @@ def export(rank, folder):
     with pytest.raises(milepost.InvalidState, match="holds the model only"):
         desk.load(desk.manager(**again, initial_load_model_only=False))
     names = desk.trainer.checkpointer.sd_adapter.to_hf(desk.trainer.model_parts[0].state_dict())
+    desk.save(desk.manager(interval=1), 5)  # of an earlier run
     desk.save(desk.manager(last_save_model_only=True, last_save_in_hf=True), 5, last_step=True)
     with pytest.raises(milepost.InvalidState, match="and initial_load_in_hf"):
         desk.load(desk.manager())
@@ -398,3 +402,16 @@ def test_example_runs_and_goes_on(ranks, tmp_path):
     assert milepost.open(tmp_path / "checkpoint" / "step-4").format == "milepost"
     ranks.run(2, run_example, tmp_path, "--steps", "6")
     assert steps_in(tmp_path) == [4, 6]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_trainer_on_a_gpu_goes_on(tmp_path):
+    def losses(folder, steps):
+        command = [*TORCHRUN, "--nproc-per-node", "1", "examples/torchtitan_train.py", str(folder), "--steps", steps]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        return re.findall(r"step: +(\d+) +loss: +([\d.]+)", done.stderr + done.stdout)
+
+    straight = losses(tmp_path / "straight", "6")
+    assert losses(tmp_path / "stopped", "4") + losses(tmp_path / "stopped", "6") == straight

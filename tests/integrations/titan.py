@@ -24,7 +24,11 @@ class Ranks:
 
     def __init__(self):
         self._server = subprocess.Popen(
-            [sys.executable, "-m", "tests.integrations.titan"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+            [sys.executable, "-m", "tests.integrations.titan"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=Path(__file__).parents[2],
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},  # gloo ranks, also beside a GPU
         )
 
     def outcomes(self, world, work, *args):
