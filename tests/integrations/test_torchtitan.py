@@ -8,12 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import types
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
 
 import milepost
 from milepost.store import LocalStore
@@ -149,16 +151,18 @@ class Desk:
         self.trainer.close()
         self.folder = Path(folder) / "checkpoint"
 
-    def manager(self, kind="milepost", sd_adapter=None, **fields):
+    def manager(self, kind="milepost", ft_manager=None, **fields):
         trainer = self.trainer
+        more = {} if ft_manager is None else {"ft_manager": ft_manager}
         return manager_of(kind, **fields).build(
             dataloader=trainer.dataloader,
             model_parts=trainer.model_parts,
             optimizers=trainer.optimizers,
             lr_schedulers=trainer.lr_schedulers,
             states={"train_state": trainer},
-            sd_adapter=sd_adapter or trainer.checkpointer.sd_adapter,
+            sd_adapter=trainer.checkpointer.sd_adapter,
             base_folder=str(self.folder.parent),
+            **more,
         )
 
     def save(self, manager, step, **options):
@@ -250,6 +254,12 @@ def keep_steps(rank, folder):
     desk.change(3.0)
     assert desk.load(without) == -1  # as it was
     assert desk.weight().eq(1).all()
+    plain = desk.manager(folder="plain")
+    plain.states["notes"] = {"seen": 7}
+    assert desk.save(plain, 10)
+    plain.states["notes"] = {"seen": 0}
+    assert desk.load(plain) == 10
+    assert plain.states["notes"] == {"seen": 7}
 
 
 def test_steps_are_kept_and_parts_left_out(ranks, tmp_path):
@@ -290,6 +300,14 @@ def test_interrupts_and_full_disks_are_told_and_survived(ranks, tmp_path):
     ranks.run(1, fail_and_go_on, tmp_path)
 
 
+class OwnReader(HuggingFaceStorageReader):
+    """Stands for a reader of an adapter, such as the one that dequantizes."""
+
+    @classmethod
+    def of(cls, path, from_quantized):
+        return cls(path)
+
+
 def export(rank, folder):
     """The last step, as a model of another type and as Hugging Face names it, and back."""
     desk = Desk(folder)
@@ -316,6 +334,12 @@ def export(rank, folder):
     hf = {"initial_load_path": str(desk.folder / "step-5"), "initial_load_in_hf": True, "folder": "third"}
     assert desk.load(desk.manager(**hf)) == -1
     assert all(value.full_tensor().eq(2).all() for value in desk.trainer.model_parts[0].parameters())
+    adapter = desk.trainer.checkpointer.sd_adapter
+    real, adapter.get_hf_storage_reader = adapter.get_hf_storage_reader, OwnReader.of
+    desk.change(0.0)
+    assert desk.load(desk.manager(**hf, initial_load_in_hf_quantized=True)) == -1  # by the adapter's reader
+    assert all(value.full_tensor().eq(2).all() for value in desk.trainer.model_parts[0].parameters())
+    adapter.get_hf_storage_reader = real
     with pytest.raises(milepost.InvalidRequest, match="cannot read quantized"):
         desk.load(desk.manager(**hf, initial_load_in_hf_quantized=True))
     with pytest.raises(milepost.InvalidRequest, match="there is no folder"):
@@ -375,6 +399,8 @@ def refuse(rank, folder):
     desk.trainer.checkpointer.sd_adapter = None
     with pytest.raises(ValueError, match="no state dict adapter"):
         desk.manager(last_save_in_hf=True, last_save_model_only=True)
+    with pytest.raises(ValueError, match="torchft is enabled"):
+        desk.manager(ft_manager=types.SimpleNamespace(enabled=True))
     with pytest.raises(ValueError, match="enable_ft_dataloader_checkpoints"):
         integration.use_milepost(TorchFTCheckpointManager.Config())
     made = integration.use_milepost(TitanManager.Config(interval=7, async_mode="async"), timeout_s=60)

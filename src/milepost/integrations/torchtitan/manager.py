@@ -35,6 +35,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from milepost.formats.write.export import export_safetensors
 from milepost.integrations.torchtitan.settings import ASYNC_MODES, ManagerFields
 from milepost.saving.pipeline import Receipt
+from milepost.state.take_apart import is_stateful
 from milepost.steps.checkpointer import Checkpointer
 
 STEPS = "step-{step}"
@@ -193,15 +194,19 @@ class CheckpointManager(BaseCheckpointManager):
         # A step of the same number, of an earlier run, would be taken for what was saved now.
         comm, call = ranks_of(None, timeout_s), Call("saving to", folder)
         with calling(comm, call):
-            leftover = broadcast(comm, call, _LEFTOVER, lambda: open_checkpoint(folder).format == "milepost")
+            leftover = broadcast(comm, call, _LEFTOVER, lambda: _is_ours(folder))
         if leftover:
             self._keeper.remove(step)
 
-    def _everything(self, without: Iterable[str] = ()) -> dict[str, Any]:
+    def _everything(self) -> dict[str, Any]:
         """The state of training, as it is saved: the model's tensors at the top, everything else by its name."""
+        return {**self.states[MODEL].state_dict(), **self._parts()}
+
+    def _parts(self, without: Iterable[str] = ()) -> dict[str, Any]:
+        """Everything but the model, and but these."""
         left_out = {MODEL, *without}
         parts = {name: part for name, part in self.states.items() if name not in left_out and part is not None}
-        return {**self.states[MODEL].state_dict(), **{name: _StatefulPart(part) for name, part in parts.items()}}
+        return {name: _StatefulPart(part) if is_stateful(part) else part for name, part in parts.items()}
 
     def _folder_of(self, step: int) -> str:
         return f"{self.folder}/{STEPS.format(step=step)}"
@@ -307,7 +312,7 @@ class CheckpointManager(BaseCheckpointManager):
         key = f"{DATALOADER}.world_size"
         if loader is None or DATALOADER in self.config.exclude_from_loading or key not in set(checkpoint):
             return False
-        was, now = checkpoint[key], loader.state_dict().get("world_size")
+        was, now = checkpoint[key], getattr(loader, "dp_world_size", None)
         if now is None or was == now:
             return False
         text = (
@@ -349,13 +354,16 @@ class CheckpointManager(BaseCheckpointManager):
         """Load the state, or its model, from a checkpoint of any format with torchtitan's names."""
         left_out = [*self.config.exclude_from_loading, *([DATALOADER] if without_data else [])]
         left_out += [name for name, part in self.states.items() if part is None]
-        target = dict(self.states[MODEL].state_dict()) if model_only else self._everything(left_out)
+        # Asked once: the second time it would put the old values back into tensors that the model makes for it.
+        model = dict(self.states[MODEL].state_dict())
+        parts = {} if model_only else self._parts(left_out)
+        target = {**model, **parts}
         some = model_only or bool(left_out)
         if some:
             self._note_unread(place, target, self.states.keys() - {MODEL} if model_only else set(left_out))
         load(target, place, allow_unexpected=some, convert_dtype=model_only, timeout_s=self.config.timeout_s)
-        # Not `state_dict()` once more: it would put the old values back into tensors that the model makes for it.
-        self.states[MODEL].load_state_dict({key: v for key, v in target.items() if not isinstance(v, _StatefulPart)})
+        self.states[MODEL].load_state_dict({key: target[key] for key in model})
+        self.states.update({name: target[name] for name, part in parts.items() if not isinstance(part, _StatefulPart)})
 
     def _note_unread(self, place: str, target: dict[str, Any], left_out: Iterable[str]) -> None:
         report = explain(target, place, timeout_s=self.config.timeout_s)
@@ -384,6 +392,11 @@ class CheckpointManager(BaseCheckpointManager):
         loaded = self.sd_adapter.from_hf(target)
         _warn_of(place, sorted(model.keys() - loaded.keys()), "of the model are not there, and keep their first values")
         self.states[MODEL].load_state_dict(loaded)
+
+
+def _is_ours(folder: str) -> bool:
+    with open_checkpoint(folder) as checkpoint:
+        return checkpoint.format == "milepost"
 
 
 def _as_dtype(state: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
