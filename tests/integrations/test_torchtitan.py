@@ -174,8 +174,9 @@ class Desk:
         self.trainer.step = self.trainer.ntokens_seen = -1
         return self.trainer.step if manager.load(step) else None
 
-    def weight(self):
-        return self.trainer.model_parts[0].state_dict()["norm.weight"].full_tensor().clone()
+    def weights(self):
+        """All parameters, in one row."""
+        return torch.cat([p.detach().full_tensor().flatten() for p in self.trainer.model_parts[0].parameters()])
 
     def change(self, value):
         """Give all parameters this value."""
@@ -242,6 +243,7 @@ def test_newest_whole_step_of_either_format_wins(ranks, tmp_path):
 
 def keep_steps(rank, folder):
     desk = Desk(folder)
+    start = desk.weights()
     ours = desk.manager(keep_latest_k=2, enable_first_step_checkpoint=True, interval=10)
     assert [step for step in (1, 2, 10, 15, 20, 30) if desk.save(ours, step)] == [1, 10, 20, 30]
     assert desk.steps() == [20, 30]
@@ -253,13 +255,16 @@ def keep_steps(rank, folder):
     without = desk.manager(exclude_from_loading=["train_state", "lr_scheduler"])
     desk.change(3.0)
     assert desk.load(without) == -1  # as it was
-    assert desk.weight().eq(1).all()
+    assert desk.weights().equal(start)
+    first = {"initial_load_path": str(desk.folder / "step-20"), "initial_load_model_only": False}
+    assert desk.load(desk.manager(**first)) == 40  # steps of the folder come first
+    assert desk.load(desk.manager(**first, folder="new")) == 20
     plain = desk.manager(folder="plain")
-    plain.states["notes"] = {"seen": 7}
+    plain.states["notes"] = 7
     assert desk.save(plain, 10)
-    plain.states["notes"] = {"seen": 0}
+    plain.states["notes"] = 0
     assert desk.load(plain) == 10
-    assert plain.states["notes"] == {"seen": 7}
+    assert plain.states["notes"] == 7
 
 
 def test_steps_are_kept_and_parts_left_out(ranks, tmp_path):
@@ -311,7 +316,7 @@ class OwnReader(HuggingFaceStorageReader):
 def export(rank, folder):
     """The last step, as a model of another type and as Hugging Face names it, and back."""
     desk = Desk(folder)
-    start = desk.weight()
+    start = desk.weights()
     assert desk.save(desk.manager(), 2)
     desk.change(2.0)
     last = desk.manager(last_save_model_only=True, export_dtype="bfloat16")
@@ -319,10 +324,10 @@ def export(rank, folder):
     with pytest.raises(milepost.InvalidState, match="holds the model only"):
         desk.load(last)
     assert desk.load(desk.manager(), 2) == 2
-    assert desk.weight().equal(start)
+    assert desk.weights().equal(start)
     again = {"initial_load_path": str(desk.folder / "step-3"), "folder": "other"}
     assert desk.load(desk.manager(**again)) == -1  # the model only
-    assert desk.weight().eq(2).all()
+    assert desk.weights().eq(2).all()
     with pytest.raises(milepost.InvalidState, match="holds the model only"):
         desk.load(desk.manager(**again, initial_load_model_only=False))
     names = desk.trainer.checkpointer.sd_adapter.to_hf(desk.trainer.model_parts[0].state_dict())
@@ -333,12 +338,12 @@ def export(rank, folder):
     desk.change(0.0)
     hf = {"initial_load_path": str(desk.folder / "step-5"), "initial_load_in_hf": True, "folder": "third"}
     assert desk.load(desk.manager(**hf)) == -1
-    assert all(value.full_tensor().eq(2).all() for value in desk.trainer.model_parts[0].parameters())
+    assert desk.weights().eq(2).all()
     adapter = desk.trainer.checkpointer.sd_adapter
     real, adapter.get_hf_storage_reader = adapter.get_hf_storage_reader, OwnReader.of
     desk.change(0.0)
     assert desk.load(desk.manager(**hf, initial_load_in_hf_quantized=True)) == -1  # by the adapter's reader
-    assert all(value.full_tensor().eq(2).all() for value in desk.trainer.model_parts[0].parameters())
+    assert desk.weights().eq(2).all()
     adapter.get_hf_storage_reader = real
     with pytest.raises(milepost.InvalidRequest, match="cannot read quantized"):
         desk.load(desk.manager(**hf, initial_load_in_hf_quantized=True))
@@ -367,7 +372,7 @@ def seed(rank, folder):
     assert desk.save(desk.manager(create_seed_checkpoint=True, last_save_model_only=True), 0, last_step=True)
     desk.change(0.0)
     assert desk.load(desk.manager()) == -1
-    return bool(desk.weight().eq(5).all())
+    return bool(desk.weights().eq(5).all())
 
 
 def test_seed_checkpoint_is_loaded_as_a_model(ranks, tmp_path):
@@ -428,6 +433,12 @@ def test_example_runs_and_goes_on(ranks, tmp_path):
     assert milepost.open(tmp_path / "checkpoint" / "step-4").format == "milepost"
     ranks.run(2, run_example, tmp_path, "--steps", "6")
     assert steps_in(tmp_path) == [4, 6]
+
+
+def test_missing_torchtitan_says_what_to_install():
+    code = "import sys; sys.modules['torchtitan'] = None; import milepost.integrations.torchtitan"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "pip install 'torchtitan>=0.3'" in done.stderr
 
 
 @pytest.mark.gpu
