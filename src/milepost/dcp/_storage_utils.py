@@ -3,6 +3,7 @@
 import os
 from typing import Any
 
+from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 
 
@@ -26,3 +27,5 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
 
 
 _storage_setup = storage_setup
+
+lend(__name__)

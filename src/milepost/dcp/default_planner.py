@@ -3,6 +3,7 @@
 import torch
 
 from milepost.core.box import Box
+from milepost.dcp._engine.lent import lend
 from milepost.planning import global_plan
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
 from milepost.planning.global_plan import (
@@ -36,3 +37,6 @@ def _check_box_bounds(outer_box_size: torch.Size, inner_box: ChunkStorageMetadat
     if any(n < 0 for n in (*inner_box.offsets, *inner_box.sizes)):
         return False
     return Box.whole(tuple(outer_box_size)).contains(box_of(inner_box))
+
+
+lend(__name__, "logger")

@@ -7,6 +7,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 
 from milepost.comm.base import Solo
+from milepost.dcp._engine.lent import lend
 from milepost.formats.write.convert import convert
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.items import create_chunk_list
@@ -45,3 +46,6 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """Make a checkpoint from a file of `torch.save`, in this process alone. Nothing in the file is run."""
     convert(torch_save_path, dcp_checkpoint_dir, "milepost", overwrite=True, process_group=Solo())
+
+
+lend(__name__)

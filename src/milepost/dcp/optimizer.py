@@ -4,6 +4,7 @@ from typing import Any
 
 from torch.distributed.checkpoint import optimizer as theirs
 
+from milepost.dcp._engine.lent import lend
 from milepost.planning.protocol import LoadPlanner, StorageReader
 from milepost.planning.storage import CheckpointReader
 from milepost.planning.torch_adapters import MilepostReader
@@ -24,3 +25,10 @@ def load_sharded_optimizer_state_dict(
     for_torch: Any = planner
     found: dict[str, Any] = theirs.load_sharded_optimizer_state_dict(model_state_dict, optimizer_key, reader, for_torch)
     return found
+
+
+lend(
+    __name__,
+    "STATE_DICT_2D_LAYOUT _ReaderWithOffset _alloc_tensor _create_colwise_spec _gen_rank_device "
+    "_get_device_module _get_state_dict_2d_layout _is_nested_tensor",
+)

@@ -2,4 +2,8 @@
 
 from torch.distributed.checkpoint.staging import AsyncStager, BlockingAsyncStager, DefaultStager, StagingOptions
 
+from milepost.dcp._engine.lent import lend
+
 __all__ = ["AsyncStager", "BlockingAsyncStager", "DefaultStager", "StagingOptions"]
+
+lend(__name__)

@@ -7,7 +7,7 @@ from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
-from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder
+from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder, read_one_file
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
 from milepost.store import LocalStore, Store
@@ -73,7 +73,7 @@ def _read_file(store: Store, name: str) -> ForeignState:
     if head[:2] == b"PK":
         return read_torch_file(store, name)
     if head[8:9] == b"{":
-        return read_files(store, [name])
+        return read_one_file(store, name)
     hint = (
         " It looks like torch's format before version 1.6: load and save it again with torch."
         if head[:1] == b"\x80"

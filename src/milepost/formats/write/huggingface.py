@@ -55,7 +55,7 @@ def hf_layout(tensors: Iterable[NewEntry], notes: Mapping[str, str], max_shard_b
     holds the notes.
     """
     order = list(tensors)
-    _refuse(order)
+    refuse_unknown(order)
     groups: list[list[NewEntry]] = [[]]
     room = max_shard_bytes
     for tensor in order:
@@ -66,16 +66,32 @@ def hf_layout(tensors: Iterable[NewEntry], notes: Mapping[str, str], max_shard_b
         room -= tensor.size_bytes
     count = len(groups)
     if count == 1:
-        return HfLayout([_file(SINGLE, groups[0], notes)], None)
+        return HfLayout([make_file(SINGLE, groups[0], notes)], None)
     names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    files = [_file(names[i], group, notes if i == 0 else {}) for i, group in enumerate(groups)]
+    files = [make_file(names[i], group, notes if i == 0 else {}) for i, group in enumerate(groups)]
     weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-    total = sum(tensor.size_bytes for tensor in order)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return HfLayout(files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return HfLayout(files, index_json(weight_map, sum(tensor.size_bytes for tensor in order)))
 
 
-def _refuse(tensors: list[NewEntry]) -> None:
+def layout_by_name(names: Mapping[NewEntry, str]) -> HfLayout:
+    """Where each byte goes, given the file of each tensor. There is always an index."""
+    refuse_unknown(list(names))
+    groups: dict[str, list[NewEntry]] = {}
+    for tensor, name in names.items():
+        groups.setdefault(name, []).append(tensor)
+    files = [make_file(name, groups[name], {}) for name in sorted(groups)]
+    weight_map = {tensor.name: name for tensor, name in names.items()}
+    return HfLayout(files, index_json(weight_map, sum(tensor.size_bytes for tensor in names)))
+
+
+def index_json(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of a folder: the file of each tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def refuse_unknown(tensors: list[NewEntry]) -> None:
+    """Raise InvalidRequest, listing all tensors that safetensors cannot hold."""
     problems = [
         f"{t.name!r} is {t.dtype}" for t in tensors if DTYPES[t.dtype].inner or (_type(t.dtype) == "F4" and not t.shape)
     ] + [f"{t.name!r} is a reserved name" for t in tensors if t.name == NOTES]
@@ -91,7 +107,8 @@ def _type(dtype: str) -> str:
     return _NAMES.get(dtype, DTYPES[dtype].stored_as)
 
 
-def _file(name: str, tensors: list[NewEntry], notes: Mapping[str, str]) -> HfFile:
+def make_file(name: str, tensors: list[NewEntry], notes: Mapping[str, str]) -> HfFile:
+    """One file. Raises InvalidRequest where its header would be larger than readers accept."""
     record: dict[str, object] = {NOTES: {"format": "pt", **notes}}
     starts, position = {}, 0
     for tensor in sorted(tensors, key=lambda t: (_ORDER.index(_type(t.dtype)), t.name)):
