@@ -6,8 +6,9 @@
    readers refuse a mixture of two saves: files of ranks have no index that would tell.
 """
 
+import contextlib
+import importlib
 import json
-import logging
 import os
 import secrets
 import uuid
@@ -44,7 +45,6 @@ from milepost.state.tensors import bytes_of, dtype_name
 _AT_ONCE_BYTES = 4 << 20
 _LISTED = 20
 _ATTEMPT = "attempt"
-_log = logging.getLogger("milepost")
 
 
 class HuggingFaceStorageWriter(StorageWriter, BlockingAsyncStager):
@@ -68,6 +68,8 @@ class HuggingFaceStorageWriter(StorageWriter, BlockingAsyncStager):
         overwrite: bool = True,
     ) -> None:
         BlockingAsyncStager.__init__(self)
+        with contextlib.suppress(ImportError):  # not needed here; programs find it imported after a save with DCP's
+            importlib.import_module("safetensors.torch")
         self.fs = FileSystem()
         self.fqn_to_index_mapping, self.save_distributed = fqn_to_index_mapping, save_distributed
         self.enable_consolidation, self.overwrite = enable_consolidation, overwrite
