@@ -6,4 +6,4 @@ from milepost.dcp._engine.lent import lend
 
 __all__ = ["StateDictStager"]
 
-lend(__name__)
+lend(__name__, "dispatch_table")

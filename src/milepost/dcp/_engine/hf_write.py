@@ -34,9 +34,9 @@ from milepost.dcp._hf_utils import (
 )
 from milepost.dcp.filesystem import FileSystem, SerializationFormat
 from milepost.errors import InvalidRequest, StorageError
-from milepost.formats.read.huggingface import INDEX, LABEL, NUMBERED, SHARDED, SaveLabel, pack_label
+from milepost.formats.read.huggingface import INDEX, LABEL, SHARDED, SINGLE, SaveLabel, pack_label
 from milepost.formats.write.files import NewFiles, owned, refuse_existing
-from milepost.formats.write.huggingface import HfFile, index_json, make_file, refuse_unknown
+from milepost.formats.write.huggingface import MODEL, HfFile, index_json, make_file, refuse_unknown
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.records import Metadata, SavePlan, StorageMeta, WriteItem, WriteResult
 from milepost.planning.storage import resolved_tensor
@@ -223,7 +223,7 @@ class HuggingFaceStorageWriter(StorageWriter, BlockingAsyncStager):
 
 def _owns(name: str) -> bool:
     """Whether a name in the folder is one that this writer makes."""
-    return name == INDEX or any(kind.fullmatch(name) for kind in (NUMBERED, SHARDED))
+    return (MODEL.owns(name) and name != SINGLE) or SHARDED.fullmatch(name) is not None
 
 
 def _file_name(item: WriteItem, mapping: dict[str, int] | None, shard: int | None) -> str:

@@ -23,7 +23,8 @@ from milepost.store import LocalStore, Reader, Store
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-NUMBERED = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+NUMBERED = re.compile(r"(?!shard-[0-9]{5,}-).+-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+"""One of several files, of a model, an adapter or another part of one. An index says which belong together."""
 SHARDED = re.compile(r"shard-[0-9]{5,}-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
 """A file of one rank, as torch's distributed writer and Milepost's name it."""
 LABEL = "milepost_save"

@@ -39,7 +39,8 @@ def _read_folder(store: Store) -> ForeignState | None:
     if SINGLE not in files and any(map(NUMBERED.fullmatch, files)):
         # The index is written last: without it these may be a part of the shards, or those of two conversions.
         raise CheckpointNotFound(
-            f"there is no checkpoint at {store.url}: {INDEX}, which says what belongs to these shards, is missing. "
+            f"there is no checkpoint at {store.url}: the index ({INDEX}), which says what belongs to these shards, is "
+            "missing. "
             "Was a conversion or a download not finished?"
         )
     # As Hugging Face does: others beside it are adapters, or the same weights in another layout.
