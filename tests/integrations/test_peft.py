@@ -1,6 +1,8 @@
 """peft: adapters trained on ranks, saved by Milepost, read by peft itself, and back."""
 
+import importlib.util
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +15,7 @@ from tests.ranks import spawn, spawn_outcomes
 
 peft = pytest.importorskip("peft")
 ADAPTER = "adapter_model.safetensors"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "peft_adapter.py"
 
 
 class Base(nn.Module):
@@ -88,13 +91,11 @@ def resumed(rank, folder):
     return losses, loss_of(model)
 
 
-def convert(folder, **options):
+def convert(folder):
     def only_the_adapter(key):
         return key.removeprefix("adapter.") if key.startswith("adapter.") else None
 
-    milepost.convert(
-        folder / "run", folder / "out", "safetensors", rename=only_the_adapter, file_name=ADAPTER, **options
-    )
+    milepost.convert(folder / "run", folder / "out", "safetensors", rename=only_the_adapter, file_name=ADAPTER)
     lora().save_pretrained(folder / "out")
     return peft.PeftModel.from_pretrained(Base(), folder / "out")
 
@@ -142,3 +143,11 @@ def test_an_adapter_in_several_files_has_an_index_of_its_name(tmp_path):
     (tmp_path / "out" / "adapter_model.safetensors.index.json").unlink()
     with pytest.raises(milepost.CheckpointNotFound, match="index"):
         milepost.open(tmp_path / "out")
+
+
+def test_the_example_runs(tmp_path, capsys):
+    spec = importlib.util.spec_from_file_location("peft_adapter", EXAMPLE)
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    example.main(str(tmp_path))
+    assert f"adapter in {tmp_path}/adapter" in capsys.readouterr().out
