@@ -11,8 +11,8 @@ from milepost.core.box import Box
 from milepost.core.shardfile import NewEntry
 from milepost.data.late import LateBox
 from milepost.data.transfer import Meter, Transfer
+from milepost.dcp._engine.hf_names import SUFFIX, gen_file_name
 from milepost.dcp._engine.lent import lend
-from milepost.dcp._hf_utils import SUFFIX, _gen_file_name
 from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.formats.read.huggingface import SHARDED, read_files
 from milepost.formats.read.virtual import Foreign, virtual
@@ -87,7 +87,7 @@ def _plan(source: str, found: Foreign, reader: FilesReader, numbers: dict[str, i
     most = max(numbers.values())
     chosen = {key: tensors[key] for key in numbers}
     names = {
-        NewEntry(key, tensor.dtype, tensor.shape): _gen_file_name(numbers[key], most) for key, tensor in chosen.items()
+        NewEntry(key, tensor.dtype, tensor.shape): gen_file_name(numbers[key], most) for key, tensor in chosen.items()
     }
     boxes = {key: LateBox(reader, key, tensor.dtype, Box.whole(tensor.shape)) for key, tensor in chosen.items()}
     return plan_of(layout_by_name(names), dict(boxes))

@@ -3,33 +3,35 @@
 import io
 import json
 import struct
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from milepost.core.limits import MAX_HEADER_BYTES
 from milepost.core.shardfile import NOTES
+from milepost.dcp._engine.hf_names import (
+    CUSTOM_METADATA_KEY,
+    DCP_VERSION_KEY,  # noqa: F401  # DCP has these names here
+    FILE_NAME,  # noqa: F401
+    HF_DCP_VERSION,  # noqa: F401
+    SAVED_OFFSETS_KEY,  # noqa: F401
+    SHARDED_DIR_NAME,  # noqa: F401
+    SHARDED_FILE_NAME,  # noqa: F401
+    SUFFIX,  # noqa: F401
+    HFStorageInfo,
+    gen_file_name,
+)
 from milepost.errors import CheckpointDamaged
 from milepost.formats.read.huggingface import INDEX
 
 _metadata_fn: str = INDEX
 
-FILE_NAME = "model-{cpt_idx}-of-{num_files}"
-SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
-SUFFIX = ".safetensors"
-SHARDED_DIR_NAME = "sharded"
-
-CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
 DCP_SHARDING_INFO_KEY = CUSTOM_METADATA_KEY
 DEFAULT_EXTRA_METADATA_KEY = NOTES
-SAVED_OFFSETS_KEY = "saved_offsets"
 SHAPE_KEY = "shape"
 DATA_KEY = "data"
 DTYPE_KEY = "dtype"
 DATA_OFFSETS_KEY = "data_offsets"
-DCP_VERSION_KEY = "DCP_VERSION"
-HF_DCP_VERSION: float = 1.0
 FORMAT_KEY = "format"
 FORMAT_VALUE = "pt"
 NUM_BYTES_FOR_HEADER_LEN = 8
@@ -47,21 +49,8 @@ DTYPE_MAP = {
 }
 
 
-@dataclass
-class _HFStorageInfo:
-    """Where a box of a tensor is: its file, and the shape and type that it has there."""
-
-    relative_path: str
-    shape: torch.Size
-    dtype: torch.dtype
-
-
-def _gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
-    """The name of file `index` of `largest_index`; with `shard_index`, of the part of it that one rank writes."""
-    numbers = {"cpt_idx": f"{index:05d}", "num_files": f"{largest_index:05d}"}
-    if shard_index is None:
-        return FILE_NAME.format(**numbers) + SUFFIX
-    return SHARDED_FILE_NAME.format(shard_idx=f"{shard_index:05d}", **numbers) + SUFFIX
+_HFStorageInfo = HFStorageInfo
+_gen_file_name = gen_file_name
 
 
 def _get_safetensors_file_metadata(file_bytes: io.IOBase) -> tuple[Any, int]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from milepost.dcp._engine.hf_read import HuggingFaceStorageReader, read_weight_map, slices_of
-from milepost.dcp._hf_utils import _metadata_fn
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
+from milepost.formats.read.huggingface import INDEX
 from milepost.planning.records import (
     ChunkStorageMetadata,
     Metadata,
@@ -82,9 +82,9 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _load_quantization_metadata(self) -> None:
         """Read the index, which says where scales are."""
-        index = Path(self.path) / _metadata_fn
+        index = Path(self.path) / INDEX
         if not index.exists():
-            raise CheckpointNotFound(f"{self.path} has no {_metadata_fn}, which says where the scales are")
+            raise CheckpointNotFound(f"{self.path} has no {INDEX}, which says where the scales are")
         self._build_weight_scale_mapping(read_weight_map(index))
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
@@ -155,10 +155,10 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 f"{self.path}: blocks of shape {tuple(blocks.shape)} of {req.storage_index.fqn!r} have scales of shape "
                 f"{tuple(here.shape)}"
             )
-        table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=self.target_dtype)
+        table = torch.tensor([*_FP4, *(-value for value in _FP4)], dtype=self.target_dtype, device="cpu")
         rows = blocks.reshape(math.prod(blocks.shape[:-1]), blocks.shape[-1])
         exponents = here.reshape(-1, 1).to(torch.int32) - _EXPONENT_BIAS
-        values = torch.empty(rows.shape[0], 2 * rows.shape[1], dtype=self.target_dtype)
+        values = torch.empty(rows.shape[0], 2 * rows.shape[1], dtype=self.target_dtype, device="cpu")
         at_once = max(_AT_ONCE // max(rows.shape[1], 1), 1)
         for start in range(0, rows.shape[0], at_once):
             part = slice(start, start + at_once)
@@ -189,11 +189,15 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
                 f"of {self.block_size} need {wanted}; is block_size right?"
             )
         *_, rows, columns = slice_info
-        down, across = (torch.arange(part.start, part.stop) // self.block_size for part in (rows, columns))
-        values = torch.empty(weight.shape, dtype=self.target_dtype)
+        down, across = (_numbers(part) // self.block_size for part in (rows, columns))
+        values = torch.empty(weight.shape, dtype=self.target_dtype, device="cpu")
         at_once = max(_AT_ONCE // max(weight.shape[1], 1), 1)
         for start in range(0, weight.shape[0], at_once):
             part = slice(start, start + at_once)
             scales = scale_inv[down[part]][:, across].to(torch.float32)
             values[part] = (weight[part].to(torch.float32) * scales).to(self.target_dtype)
         return values
+
+
+def _numbers(part: slice) -> torch.Tensor:
+    return torch.arange(part.start, part.stop, dtype=torch.int64, device="cpu")

@@ -20,10 +20,10 @@ from milepost.core.box import Box
 from milepost.core.layout import Boxes, Held
 from milepost.core.shardfile import Entry
 from milepost.data.transfer import Meter, run_all
-from milepost.dcp._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, _HFStorageInfo, _metadata_fn
+from milepost.dcp._engine.hf_names import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, HFStorageInfo
 from milepost.dcp.filesystem import FileSystem
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, InvalidState, UnsafeCheckpoint
-from milepost.formats.read.huggingface import LABEL, check_one_save, type_of
+from milepost.formats.read.huggingface import INDEX, LABEL, check_one_save, type_of
 from milepost.formats.read.safetensors_file import SafetensorsFile
 from milepost.planning.items import box_of
 from milepost.planning.protocol import LoadPlanner, StorageReader
@@ -53,7 +53,7 @@ class HuggingFaceStorageReader(StorageReader):
         self.path: Path = Path(path)
         self.thread_count = thread_count
         self.load_id = str(uuid.uuid4())
-        self.storage_data: dict[MetadataIndex, _HFStorageInfo] = {}
+        self.storage_data: dict[MetadataIndex, HFStorageInfo] = {}
 
     @property
     def checkpoint_id(self) -> str | os.PathLike[str]:
@@ -97,7 +97,7 @@ class HuggingFaceStorageReader(StorageReader):
             raise CheckpointNotFound(f"there is no folder {self.path}") from None
         names = {os.path.basename(file): file for file in listed}
         files = [file for file in listed if file.endswith(SUFFIX)]
-        weights = read_weight_map(names[_metadata_fn]) if _metadata_fn in names else None
+        weights = read_weight_map(names[INDEX]) if INDEX in names else None
         if weights is not None:
             missing = sorted(set(weights.values()) - set(names))
             if missing:
@@ -216,7 +216,7 @@ class _FoundParts:
     def __init__(self, weights: dict[str, str] | None) -> None:
         self._weights = weights
         self._parts: dict[str, list[tuple[torch.dtype, ChunkStorageMetadata]]] = defaultdict(list)
-        self.stored: dict[MetadataIndex, _HFStorageInfo] = {}
+        self.stored: dict[MetadataIndex, HFStorageInfo] = {}
 
     def add(self, file: str, opened: Any, offsets: dict[str, list[int]]) -> None:
         """Add those tensors of an open file for which it counts."""
@@ -231,7 +231,7 @@ class _FoundParts:
             if index in self.stored:
                 raise CheckpointDamaged(f"{key[:200]!r} stands in {self.stored[index].relative_path} and in {file}")
             dtype = torch_dtype(name)
-            self.stored[index] = _HFStorageInfo(file, torch.Size(shape), dtype)
+            self.stored[index] = HFStorageInfo(file, torch.Size(shape), dtype)
             self._parts[key].append((dtype, ChunkStorageMetadata(begin, torch.Size(shape))))
 
     def described(self, place: str) -> dict[str, Any]:

@@ -23,14 +23,13 @@ from torch.futures import Future
 from milepost.core.shardfile import NewEntry
 from milepost.data.transfer import Transfer
 from milepost.dcp._consolidate_hf_safetensors import consolidate_safetensors_files
-from milepost.dcp._hf_utils import (
+from milepost.dcp._engine.hf_names import (
     CUSTOM_METADATA_KEY,
     DCP_VERSION_KEY,
     HF_DCP_VERSION,
     SAVED_OFFSETS_KEY,
     SHARDED_DIR_NAME,
-    _gen_file_name,
-    _metadata_fn,
+    gen_file_name,
 )
 from milepost.dcp.filesystem import FileSystem, SerializationFormat
 from milepost.errors import InvalidRequest, StorageError
@@ -95,7 +94,7 @@ class HuggingFaceStorageWriter(StorageWriter, BlockingAsyncStager):
     @property
     def metadata_path(self) -> str:
         """The name of the index."""
-        return _metadata_fn
+        return INDEX
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -228,8 +227,8 @@ def _owns(name: str) -> bool:
 
 def _file_name(item: WriteItem, mapping: dict[str, int] | None, shard: int | None) -> str:
     if mapping is None:
-        return _gen_file_name(1, 1, shard)
-    return _gen_file_name(mapping[item.index.fqn], max(mapping.values()), shard)
+        return gen_file_name(1, 1, shard)
+    return gen_file_name(mapping[item.index.fqn], max(mapping.values()), shard)
 
 
 def _is_part(item: WriteItem) -> bool:

@@ -16,7 +16,7 @@ from milepost.core.shardfile import Entry
 from milepost.data.memory import view_of
 from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.formats.read.huggingface import parse_head, read_head, type_of
-from milepost.state.tensors import torch_dtype
+from milepost.state.tensors import new_tensor
 from milepost.store import LocalStore
 
 
@@ -64,7 +64,7 @@ class SafetensorsFile:
         """Rows start..stop of a tensor, which lie together in the file."""
         dtype, shape = type_of(entry, f"{name[:200]!r} in {self._path}")
         wanted = (stop - start, *shape[1:]) if shape else ()
-        data = torch.empty(wanted, dtype=torch_dtype(dtype))
+        data = new_tensor(dtype, wanted)
         if data.numel():
             row_bytes = size_bytes(dtype, shape[1:]) if shape else 0
             self._reader.read(self._start + entry.data_offsets[0] + start * row_bytes, [view_of(data)])
