@@ -119,6 +119,7 @@ class Run:
 WRITTEN = {
     "max_shard_bytes": WHOLE,
     "rename": [1, "x"],
+    "file_name": [1, None, "", "adapter", "a/b.safetensors", "../a.safetensors", ".safetensors", b"a.safetensors"],
     **dict.fromkeys(("drop_values", "overwrite"), FLAG),
     **{name: SAVE[name] for name in ("host_memory_bytes", "transfer", "progress")},
     **CALL,

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import secrets
 import threading
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 
 import milepost
 from faults.netfs import NetworkFiles, why_not
+from milepost.dcp._engine.fsspec_store import FsspecStore
 from milepost.store import LocalStore, MemoryStore, Within, store_at
 from milepost.store.base import CLAIM
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
+from tests.dcp.file_systems import Moving
 
 
 @pytest.fixture(
@@ -23,6 +26,8 @@ from milepost.testing import CountingStore, UnsyncedStore
         "counting",
         "within",
         "within memory",
+        "fsspec",
+        "fsspec by move",
         "unsynced",
         "network",
         "network without links",
@@ -50,6 +55,10 @@ def other_store(kind, tmp_path):
         return MemoryStore()
     if kind == "unsynced":
         return UnsyncedStore()
+    if kind.startswith("fsspec"):
+        fsspec = pytest.importorskip("fsspec")
+        fsspec.register_implementation("moving", Moving, clobber=True)
+        return FsspecStore(f"{'memory' if kind == 'fsspec' else 'moving'}://{secrets.token_hex(8)}/step")
     if kind == "within":
         return Within(LocalStore(tmp_path / "outer"), "step/a")
     if kind == "within memory":

@@ -1,6 +1,7 @@
 """What the values of options look like: one table for all calls. Pure."""
 
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
@@ -59,6 +60,10 @@ _SECONDS = _Permitted(lambda value: _is_number(value) and 0 < value <= _LONGEST_
 _FUNCTION = _or_none(_Permitted(callable, "a function"))
 _MAPPING = _or_none(_Permitted(lambda value: isinstance(value, Mapping), "a dict"))
 _TEXT = _or_none(_Permitted(lambda value: isinstance(value, str) and bool(value), "a name"))
+_FILE_NAME = _Permitted(
+    lambda value: isinstance(value, str) and re.fullmatch(r"[^/\\\0.][^/\\\0]*\.safetensors", value) is not None,
+    "the name of a file that ends in .safetensors",
+)
 _RENAME = _or_none(_Permitted(lambda value: callable(value) or isinstance(value, Mapping), "a function or a dict"))
 
 _RULES: dict[str, _Permitted] = {
@@ -78,6 +83,7 @@ _RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("storage_writer", "storage_reader"), _with("reset", "an object that writes or reads a storage")),
     "optimizer": _or_none(_Permitted(_is_optimizer, "an optimizer or a list of them")),
     "rename": _RENAME,
+    "file_name": _FILE_NAME,
     "best": _TEXT,
 }
 

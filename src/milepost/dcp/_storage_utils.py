@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 
 
@@ -43,3 +44,5 @@ def _candidates(reader: bool) -> Iterator[Any]:
 
 
 _storage_setup = storage_setup
+
+lend(__name__)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from milepost.core.box import Box
+from milepost.dcp._engine.lent import lend
 from milepost.planning import global_plan
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner, EmptyStateDictLoadPlanner
 from milepost.planning.global_plan import (
@@ -52,3 +53,4 @@ class _PlannerModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _PlannerModule
+lend(__name__, "logger")

@@ -28,6 +28,7 @@ from torch.futures import Future
 from milepost.core.manifest import VERSION
 from milepost.data.transfer import Transfer
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
+from milepost.dcp._engine.lent import lend
 from milepost.dcp._engine.stagers import BlockingAsyncStager
 from milepost.errors import CheckpointError
 from milepost.planning import storage
@@ -160,3 +161,9 @@ def _write_item(
     written = _their_write_item(transforms, stream, data, theirs(write_item), storage_key, serialization_format)
     result: WriteResult = ours(written)
     return result
+
+
+lend(
+    __name__,
+    "_FileSystemWriter _StorageReaderTransforms _StorageWriterTransforms _get_device_module _write_files_from_queue",
+)

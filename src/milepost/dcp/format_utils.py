@@ -1,12 +1,21 @@
-"""Checkpoints and files of `torch.save`: one made from the other."""
+"""Checkpoints and files of `torch.save`: one made from the other.
 
+python -m milepost.dcp.format_utils torch_to_dcp model.pt checkpoint
+python -m milepost.dcp.format_utils dcp_to_torch checkpoint model.pt
+"""
+
+import argparse
 import os
+import sys
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 
 from milepost.comm.base import Solo
+from milepost.dcp._engine.lent import lend
+from milepost.errors import CheckpointError
 from milepost.formats.write.convert import convert
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.items import create_chunk_list
@@ -45,3 +54,28 @@ def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_pat
 def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
     """Make a checkpoint from a file of `torch.save`, in this process alone. Nothing in the file is run."""
     convert(torch_save_path, dcp_checkpoint_dir, "milepost", overwrite=True, process_group=Solo())
+
+
+lend(__name__)
+
+_MODES = {"torch_to_dcp": torch_save_to_dcp, "dcp_to_torch": dcp_to_torch_save}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Convert as the command line says. The exit status: 0 done, 1 it could not be done, 2 wrong arguments."""
+    parser = argparse.ArgumentParser(prog="python -m milepost.dcp.format_utils", description="Convert a checkpoint.")
+    parser.add_argument("mode", choices=list(_MODES), help="torch_to_dcp makes a checkpoint, dcp_to_torch a file")
+    parser.add_argument("src", help="what is there: a file of torch.save, or a checkpoint")
+    parser.add_argument("dst", help="what is made from it; what stands there already is replaced")
+    given = parser.parse_args(arguments)
+    print(f"Converting checkpoint from {given.src} to {given.dst} using method: '{given.mode}'")  # noqa: T201
+    try:
+        _MODES[given.mode](given.src, given.dst)
+    except CheckpointError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,5 +1,9 @@
-"""Storage of Hugging Face's format: torch's own, which `save` and `load` of this package take."""
+"""Storage of Hugging Face's format: safetensors files of named tensors, with an index."""
 
-from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from milepost.dcp._engine.hf_read import HuggingFaceStorageReader
+from milepost.dcp._engine.hf_write import HuggingFaceStorageWriter
+from milepost.dcp._engine.lent import lend
 
 __all__ = ["HuggingFaceStorageReader", "HuggingFaceStorageWriter"]
+
+lend(__name__, "logger")

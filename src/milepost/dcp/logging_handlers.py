@@ -2,4 +2,8 @@
 
 from torch.distributed.checkpoint.logging_handlers import DCP_LOGGER_NAME  # noqa: F401  # frameworks import it
 
+from milepost.dcp._engine.lent import lend
+
 __all__: list[str] = []
+
+lend(__name__, "_log_handlers")

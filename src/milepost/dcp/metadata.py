@@ -4,6 +4,7 @@ import os
 
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING  # noqa: F401  # frameworks import it
 
+from milepost.dcp._engine.lent import lend
 from milepost.planning.records import (
     STATE_DICT_TYPE,
     STORAGE_TYPES,
@@ -29,3 +30,5 @@ __all__ = [
 ]
 
 CHECKPOINT_ID_TYPE = str | os.PathLike[str]
+
+lend(__name__)

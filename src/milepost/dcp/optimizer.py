@@ -11,6 +11,7 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec
 from torch.distributed.checkpoint import optimizer as theirs
 
 from milepost.dcp._engine.calls import comm_of, load_with
+from milepost.dcp._engine.lent import lend
 from milepost.errors import InvalidRequest
 from milepost.planning.flatten import unflatten_state_dict
 from milepost.planning.protocol import LoadPlanner, StorageReader
@@ -77,3 +78,10 @@ def _target(saved: TensorStorageMetadata, size: torch.Size, group: Any) -> Any:
 
 def _device_of(rank: int, kind: str) -> str:
     return kind if kind == "cpu" else f"{kind}:{rank % torch.get_device_module(kind).device_count()}"
+
+
+lend(
+    __name__,
+    "STATE_DICT_2D_LAYOUT _ReaderWithOffset _alloc_tensor _create_colwise_spec _gen_rank_device "
+    "_get_device_module _get_state_dict_2d_layout _is_nested_tensor",
+)

@@ -1,5 +1,6 @@
 """Plans, their items, and the two planner roles."""
 
+from milepost.dcp._engine.lent import lend
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.planning.records import (
     BytesIOWriteData,
@@ -24,3 +25,5 @@ __all__ = [
     "WriteItem",
     "WriteItemType",
 ]
+
+lend(__name__)

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import planner_helpers as theirs
 
+from milepost.dcp._engine.lent import lend
 from milepost.planning import global_plan, items, kept_plans
 from milepost.planning.items import create_read_items_for_chunk_list
 from milepost.planning.records import ChunkStorageMetadata, TensorWriteData, WriteItem
@@ -51,3 +52,6 @@ def _sharded_tensor_metadata(sharded_tensor: Any, shard_md: Any) -> TensorWriteD
 def _create_write_item_for_shard(fqn: str, sharded_tensor: Any, shard_md: Any) -> WriteItem:
     made: WriteItem = ours(theirs._create_write_item_for_shard(fqn, sharded_tensor, shard_md))  # noqa: SLF001
     return made
+
+
+lend(__name__, "_get_device_module")

@@ -1,5 +1,8 @@
-"""Storage of Hugging Face's format, quantized: torch's own, which `load` of this package takes."""
+"""Storage of Hugging Face's format with quantized tensors, which become ordinary ones as they are read."""
 
-from torch.distributed.checkpoint.quantized_hf_storage import QuantizedHuggingFaceStorageReader
+from milepost.dcp._engine.hf_quantized import QuantizedHuggingFaceStorageReader
+from milepost.dcp._engine.lent import lend
 
 __all__ = ["QuantizedHuggingFaceStorageReader"]
+
+lend(__name__, "logger")

@@ -4,6 +4,7 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from milepost.dcp._engine.calls import comm_of, load_with
+from milepost.dcp._engine.lent import lend
 from milepost.dcp._storage_utils import storage_setup
 from milepost.dcp.state_dict_saver import taking_storage_second
 from milepost.planning.default import EmptyStateDictLoadPlanner
@@ -72,3 +73,6 @@ def _load_state_dict_from_keys(
     reader = storage_setup(storage_reader, checkpoint_id, reader=True)
     load_with(lambda: state, reader, EmptyStateDictLoadPlanner(keys=keys), comm_of(process_group, no_dist=False))
     return state
+
+
+lend(__name__, "logger")

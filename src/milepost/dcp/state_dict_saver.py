@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 
 from milepost.background.ticket import Ticket, unless_interrupted
 from milepost.dcp._engine.calls import comm_of, save_with
+from milepost.dcp._engine.lent import lend
 from milepost.dcp._engine.savers import save_in_background
 from milepost.dcp._engine.shared import TURNS
 from milepost.dcp._engine.staged import save_staged_by
@@ -129,3 +130,6 @@ def _save_state_dict(
     del use_collectives
     TURNS.wait(storage_writer, planner)
     return save_with(lambda: state_dict, storage_writer, planner, comm_of(process_group, no_dist, coordinator_rank))
+
+
+lend(__name__)

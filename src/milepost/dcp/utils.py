@@ -18,6 +18,7 @@ from torch.distributed.checkpoint.utils import (
     _ReaderView,  # noqa: F401
 )
 
+from milepost.dcp._engine.lent import lend
 from milepost.dcp.api import WRAPPED_EXCEPTION, CheckpointException, is_wrapped_exception, wrap_exception
 from milepost.planning.items import find_shard, find_state_dict_object
 
@@ -77,3 +78,6 @@ class _DistWrapper(theirs._DistWrapper):  # noqa: SLF001
         """Run on the coordinator, and give every rank the result."""
         with _ours():
             return super().broadcast(step, map_fun)
+
+
+lend(__name__, "ENABLE_PROFILE")

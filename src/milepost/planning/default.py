@@ -408,7 +408,7 @@ class DefaultLoadPlanner(LoadPlanner):
 
     def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
         """The part of a tensor that an item fills."""
-        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=False)):
             tensor = tensor.narrow(dim, start, length)
         return tensor
 

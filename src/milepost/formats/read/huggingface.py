@@ -4,6 +4,7 @@ import contextlib
 import math
 import re
 import struct
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -22,7 +23,12 @@ from milepost.store import LocalStore, Reader, Store
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-NUMBERED = re.compile(r"model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+NUMBERED = re.compile(r"(?!shard-[0-9]{5,}-).+-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+"""One of several files, of a model, an adapter or another part of one. An index says which belong together."""
+SHARDED = re.compile(r"shard-[0-9]{5,}-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
+"""A file of one rank, as torch's distributed writer and Milepost's name it."""
+LABEL = "milepost_save"
+"""The note in which a file says which save wrote it, and of how many files: no index says so for files of ranks."""
 _MAX_INDEX_BYTES = 256 * MIB
 _TORCH_NAMES = {kind.stored_as: name for name, kind in reversed(DTYPES.items()) if not kind.inner}
 _TORCH_NAMES["U8"] = "uint8"
@@ -37,7 +43,15 @@ class _Offsets(msgspec.Struct):
     saved_offsets: tuple[int, ...] = ()
 
 
+class SaveLabel(msgspec.Struct, frozen=True):
+    """Which save wrote a file, and how many files it wrote."""
+
+    save_id: str
+    files: int
+
+
 _WEIGHTS = Wire.json(_Index)
+_LABEL = Wire.json(SaveLabel)
 _PLACES = Wire.json(dict[str, _Offsets])
 
 
@@ -53,27 +67,37 @@ def read_folder(store: Store, index: str) -> ForeignState:
 
 
 def read_files(store: Store, names: list[str]) -> ForeignState:
-    """All tensors of these files. A key may occur twice only where torch's writer cut its tensor into parts."""
+    """All tensors of these files. A key may occur twice only where a distributed writer cut its tensor into parts."""
     return _read(store, sorted(names), None, b"")
 
 
-def _read(store: Store, names: list[str], weights: dict[str, str] | None, index: bytes) -> ForeignState:
+def read_one_file(store: Store, name: str) -> ForeignState:
+    """The tensors of one file, whatever belongs to it."""
+    return _read(store, [name], None, b"", alone=True)
+
+
+def _read(
+    store: Store, names: list[str], weights: dict[str, str] | None, index: bytes, *, alone: bool = False
+) -> ForeignState:
     hasher = xxhash.xxh3_64(index)
     parts: dict[str, list[tuple[tuple[int, ...], str, tuple[int, ...], FileBox]]] = {}
     files: list[tuple[str, int]] = []
     notes: dict[str, str] = {}
+    labels: dict[str, str | None] = {}
     for number, name in enumerate(names):
-        head, size = _read_head(store, name)
+        head, size = read_head(store, name)
         hasher.update(head)
         files.append((name, size))
-        found, about, places = _parse(head, size, f"{store.url}/{name}")
-        notes |= {key: text for key, text in about.items() if key != _SHARDING}
+        found, about, places = parse_head(head, size, f"{store.url}/{name}")
+        labels |= {} if alone else {name: about.get(LABEL)}
+        notes |= {key: text for key, text in about.items() if key not in (_SHARDING, LABEL)}
         for key, entry in found.items():
             if weights is None or weights.get(key) == name:
-                dtype, shape = _type_of(entry, f"{key[:200]!r} in {store.url}/{name}")
+                dtype, shape = type_of(entry, f"{key[:200]!r} in {store.url}/{name}")
                 at = places.get(key, (0,) * len(shape))
                 spot = Spot(len(head) + entry.data_offsets[0])
                 parts.setdefault(key, []).append((at, dtype, shape, FileBox(_box(at, shape, key), number, spot)))
+    check_one_save(labels, store.url)
     missing = [key for key in weights or () if key not in parts]
     if missing:
         raise CheckpointDamaged(
@@ -85,6 +109,33 @@ def _read(store: Store, names: list[str], weights: dict[str, str] | None, index:
         return _reader(store, name)
 
     return ForeignState("safetensors", hasher.digest(), state, tuple(files), 1, notes, lambda _: b"", opened)
+
+
+def check_one_save(labels: Mapping[str, str | None], url: str) -> None:
+    """Raise CheckpointDamaged if files with labels (by name; None: it has none) are not all files of one save."""
+    found = {name: unpack_label(text, f"{url}/{name}") for name, text in labels.items() if text is not None}
+    if not found:
+        return
+    kinds = {label.save_id for label in found.values()} | ({""} if len(found) < len(labels) else set())
+    expected = next(iter(found.values())).files
+    if len(kinds) > 1 or expected != len(labels):
+        raise CheckpointDamaged(
+            f"{url} has {len(labels)} safetensors files, of {len(kinds)} saves, and {expected} were saved together. "
+            "A save that replaced them did not finish, or files were added or removed. Save again, or use another copy"
+        )
+
+
+def unpack_label(text: str, what: str) -> SaveLabel:
+    """The label in a file's notes."""
+    try:
+        return _LABEL.unpack(text.encode())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(f"{what} has a label of its save that is not valid: {str(error)[:200]}") from None
+
+
+def pack_label(label: SaveLabel) -> str:
+    """The label as a note of a file."""
+    return msgspec.json.encode(label).decode()
 
 
 def _box(at: tuple[int, ...], shape: tuple[int, ...], key: str) -> Box:
@@ -104,7 +155,7 @@ def _placed(key: str, parts: list[tuple[tuple[int, ...], str, tuple[int, ...], F
     return PlacedTensor(parts[0][1], shape, tuple(p for p in pieces if p.box.elements))
 
 
-def _type_of(entry: Entry, what: str) -> tuple[str, tuple[int, ...]]:
+def type_of(entry: Entry, what: str) -> tuple[str, tuple[int, ...]]:
     """The torch dtype and the shape of an entry."""
     if entry.dtype == "F4" and entry.shape and entry.shape[-1] % 2 == 0:
         return "float4_e2m1fn_x2", (*entry.shape[:-1], entry.shape[-1] // 2)
@@ -113,7 +164,7 @@ def _type_of(entry: Entry, what: str) -> tuple[str, tuple[int, ...]]:
     return _TORCH_NAMES[entry.dtype], entry.shape
 
 
-def _parse(
+def parse_head(
     head: bytes, file_bytes: int, what: str
 ) -> tuple[dict[str, Entry], dict[str, str], dict[str, tuple[int, ...]]]:
     """The entries of a header, its notes, and where the parts of cut tensors lie in them."""
@@ -149,7 +200,7 @@ def _check(key: str, entry: Entry, data_bytes: int) -> None:
         raise ValueError(f"{key[:200]!r} has {end - start} bytes, which do not fit {entry.dtype} {entry.shape}")
 
 
-def _read_head(store: Store, name: str) -> tuple[bytes, int]:
+def read_head(store: Store, name: str) -> tuple[bytes, int]:
     """The header of a file with its length, and the size of the file."""
     try:
         reader = _reader(store, name)

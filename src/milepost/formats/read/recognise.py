@@ -7,7 +7,7 @@ from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
-from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder
+from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder, read_one_file
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
 from milepost.store import LocalStore, Store
@@ -39,7 +39,8 @@ def _read_folder(store: Store) -> ForeignState | None:
     if SINGLE not in files and any(map(NUMBERED.fullmatch, files)):
         # The index is written last: without it these may be a part of the shards, or those of two conversions.
         raise CheckpointNotFound(
-            f"there is no checkpoint at {store.url}: {INDEX}, which says what belongs to these shards, is missing. "
+            f"there is no checkpoint at {store.url}: the index ({INDEX}), which says what belongs to these shards, is "
+            "missing. "
             "Was a conversion or a download not finished?"
         )
     # As Hugging Face does: others beside it are adapters, or the same weights in another layout.
@@ -73,7 +74,7 @@ def _read_file(store: Store, name: str) -> ForeignState:
     if head[:2] == b"PK":
         return read_torch_file(store, name)
     if head[8:9] == b"{":
-        return read_files(store, [name])
+        return read_one_file(store, name)
     hint = (
         " It looks like torch's format before version 1.6: load and save it again with torch."
         if head[:1] == b"\x80"

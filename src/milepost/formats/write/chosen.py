@@ -17,7 +17,7 @@ from milepost.data.read import Files
 from milepost.data.transfer import Transfer
 from milepost.errors import CheckpointDamaged, InvalidRequest
 from milepost.formats.write.files import FolderPlan
-from milepost.formats.write.huggingface import hf_layout, notes_of, plan_of
+from milepost.formats.write.huggingface import HfNames, hf_layout, notes_of, plan_of
 from milepost.formats.write.milepost import SourceContents
 from milepost.formats.write.source import FilesReader
 from milepost.formats.write.torchfile import TensorStub, plain_value, refuse_unreadable
@@ -119,7 +119,7 @@ class Chosen:
             return type(value)((key, self._read_inside(item, stands)) for key, item in value.items())
         return value
 
-    def hf_plan(self, max_shard_bytes: int, drop_values: bool) -> FolderPlan:
+    def hf_plan(self, named: HfNames, drop_values: bool) -> FolderPlan:
         """For safetensors."""
         tensors = {key: saved for key, saved in self.tensors if not saved.is_bytes}
         others = {node.key for node in self.nodes if node.kind in LEAVES} - set(tensors)
@@ -127,9 +127,9 @@ class Chosen:
         layout = hf_layout(
             [NewEntry(key, saved.dtype, saved.shape) for key, saved in tensors.items()],
             notes_of(values, self.checkpoint.metadata, drop_values),
-            max_shard_bytes,
+            named,
         )
-        return plan_of(layout, {key: self._late(saved).data for key, saved in tensors.items()})
+        return plan_of(layout, {key: self._late(saved).data for key, saved in tensors.items()}, named)
 
     def _built(self, values: dict[str, Any], stand_in: Callable[[TensorStub], Any] = lambda stored: stored) -> Any:
         """The containers, with stand-ins for tensors. `values` gets all other leaves by key."""

@@ -20,9 +20,11 @@ from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
+from milepost.formats.read.huggingface import SINGLE
 from milepost.formats.write.chosen import Chosen, Rename
 from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together
+from milepost.formats.write.huggingface import MODEL, HfNames
 from milepost.formats.write.milepost import SourceContents, write_milepost
 from milepost.formats.write.source import reading
 from milepost.formats.write.torchfile import torch_plan
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Format = Literal["milepost", "dcp", "torch", "safetensors"]
-MAX_SHARD_BYTES = 5 * 1000**3
+MAX_SHARD_BYTES = MODEL.max_shard_bytes
 """The size of a safetensors file, as Hugging Face cuts them."""
 
 
@@ -55,6 +57,7 @@ def convert(
     *,
     rename: Rename | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    file_name: str = SINGLE,
     drop_values: bool = False,
     overwrite: bool = False,
     types: Iterable[type] = (),
@@ -74,7 +77,8 @@ def convert(
     "safetensors", a folder as Hugging Face lays it out. All but the first need a path of a file system.
     `rename`: a function or dict that gives the new key of each key, or None to leave it out. If any key changes, the
     result is one flat dict; else the containers stay.
-    `max_shard_bytes`: the size of a safetensors file. `drop_values`: leave out values that safetensors cannot hold.
+    `max_shard_bytes`: the size of a safetensors file. `file_name`: its name, for example "adapter_model.safetensors";
+    several files get numbers, and an index. `drop_values`: leave out values that safetensors cannot hold.
     `overwrite=False`: refuse to replace what is at `target`.
     `types`, `allow_pickle`: as for `open`. `host_memory_bytes`, `transfer`, `progress`, `process_group`, `timeout_s`:
     as for `save`. Raises InvalidRequest, CheckpointNotFound, CheckpointDamaged, StorageError.
@@ -92,7 +96,7 @@ def convert(
         refuse_fake_mode()
         one_of("to", to, get_args(Format))
         check_values({"max_shard_bytes": max_shard_bytes, "drop_values": drop_values, "overwrite": overwrite})
-        check_values({"rename": rename, "progress": progress})
+        check_values({"rename": rename, "progress": progress, "file_name": file_name})
         kinds.extend(items_of("types", types))
         Codec(kinds, allow_pickle)
         if to != "milepost":
@@ -107,7 +111,8 @@ def convert(
             if to == "milepost":
                 write_milepost(store, opened.contents, comm, limited, meter, overwrite=overwrite)
             else:
-                root, plan = _foreign(opened, to, local_folder(store, to), comm.size, max_shard_bytes, drop_values)
+                named = HfNames(max_shard_bytes, file_name)
+                root, plan = _foreign(opened, to, local_folder(store, to), comm.size, named, drop_values)
                 write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
         finally:
             opened.close()
@@ -136,7 +141,7 @@ def local_folder(store: Store, to: str) -> Path:
 
 
 def _foreign(
-    source: "_Origin", to: str, target: Path, world: int, max_shard_bytes: int, drop_values: bool
+    source: "_Origin", to: str, target: Path, world: int, named: HfNames, drop_values: bool
 ) -> tuple[Path, Callable[[], FolderPlan]]:
     """The folder to write files into, and a function that gives the plan for them."""
     if to == "torch":
@@ -147,7 +152,7 @@ def _foreign(
         raise InvalidRequest(f"{target} is a file; {to} makes a folder")
     if to == "dcp":
         return target, lambda: dcp_plan(*source.chosen.dcp_state(), world, str(target))
-    return target, lambda: _beside(source, target).hf_plan(max_shard_bytes, drop_values)
+    return target, lambda: _beside(source, target).hf_plan(named, drop_values)
 
 
 def _beside(source: "_Origin", target: Path) -> "Chosen":

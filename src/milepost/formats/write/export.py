@@ -18,10 +18,11 @@ from milepost.core.wire import Wire
 from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
+from milepost.formats.read.huggingface import SINGLE
 from milepost.formats.write.chosen import Rename, choose
 from milepost.formats.write.convert import MAX_SHARD_BYTES, Converted, local_folder, within
 from milepost.formats.write.files import FolderAttempt, FolderPlan, NewFiles, Sums
-from milepost.formats.write.huggingface import HfFile, hf_layout, notes_of, plan_of
+from milepost.formats.write.huggingface import HfFile, HfNames, hf_layout, notes_of, plan_of
 from milepost.formats.write.torchfile import plain_value
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe
@@ -60,6 +61,7 @@ def export_safetensors(
     *,
     rename: Rename | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    file_name: str = SINGLE,
     drop_values: bool = False,
     overwrite: bool = False,
     host_memory_bytes: int = HOST_MEMORY_BYTES,
@@ -82,20 +84,20 @@ def export_safetensors(
 
     def check() -> FolderAttempt:
         check_values({"max_shard_bytes": max_shard_bytes, "drop_values": drop_values, "overwrite": overwrite})
-        check_values({"rename": rename, "progress": progress})
+        check_values({"rename": rename, "progress": progress, "file_name": file_name})
         limited = within(transfer, host_memory_bytes)
         return FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
 
     with calling(comm, Call("converting to", store.url)) as call:
         attempt = together(comm, call, "checking the options", check)
         meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
-        terms = _export(state, attempt, meter, rename, drop_values, max_shard_bytes)
+        terms = _export(state, attempt, meter, rename, drop_values, HfNames(max_shard_bytes, file_name))
     total = sum(tensor.size_bytes for tensor in terms.tensors)
     return Converted(store.url, "safetensors", len(terms.tensors), total)
 
 
 def _export(
-    state: Any, attempt: FolderAttempt, meter: Meter, rename: Rename | None, drop_values: bool, max_shard_bytes: int
+    state: Any, attempt: FolderAttempt, meter: Meter, rename: Rename | None, drop_values: bool, named: HfNames
 ) -> _ExportTerms:
     comm, limited, plans = attempt.comm, attempt.transfer, Plans()
     deferred = defer(comm, lambda: describe(state, comm, Codec(), {}))
@@ -108,7 +110,7 @@ def _export(
         return _terms(everything.tree, everything.tensors, described, rename, drop_values)
 
     terms = broadcast(comm, attempt.call, _NAMING, name_tensors)
-    layout = hf_layout(terms.tensors, terms.notes, max_shard_bytes)
+    layout = hf_layout(terms.tensors, terms.notes, named)
     names = {old: new for new, old in terms.old.items()}
     slabs = [
         (names[tensor.key], tensor.shape, item.box, find_part(described.tensors[tensor.key], item.box))
@@ -129,7 +131,7 @@ def _export(
                 _write_file(writer, file, mine, comm.rank == comm.coordinator, size, limited, meter)
         return {}
 
-    attempt.run(lambda: plan_of(layout, {}), work, lambda *_: None)
+    attempt.run(lambda: plan_of(layout, {}, named), work, lambda *_: None)
     meter.finish()
     return terms
 

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import msgspec
@@ -12,7 +14,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES
 from milepost.core.shardfile import NOTES, NewEntry, count_entries
 from milepost.errors import InvalidRequest
-from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE
+from milepost.formats.read.huggingface import SINGLE
 from milepost.formats.write.content import Content, Data, FilePiece
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.torchfile import plain_value
@@ -43,39 +45,78 @@ class HfLayout(NamedTuple):
     index_json: bytes | None
 
 
-def owns(name: str) -> bool:
-    """Whether a name in a folder is one that an export writes."""
-    return name in (INDEX, SINGLE) or NUMBERED.fullmatch(name) is not None
+@dataclass(frozen=True, slots=True)
+class HfNames:
+    """How files are cut and named. One file has the given name; more get numbers before the suffix, and an index."""
+
+    max_shard_bytes: int
+    file_name: str = SINGLE
+
+    @property
+    def index(self) -> str:
+        """The name of the index."""
+        return f"{self.file_name}.index.json"
+
+    def numbered(self, number: int, count: int) -> str:
+        """The name of file `number` of `count`."""
+        stem = self.file_name.removesuffix(".safetensors")
+        return f"{stem}-{number:05d}-of-{count:05d}.safetensors"
+
+    def owns(self, name: str) -> bool:
+        """Whether a name in a folder is one that an export under this name writes."""
+        stem = re.escape(self.file_name.removesuffix(".safetensors"))
+        numbered = rf"{stem}-[0-9]{{5,}}-of-[0-9]{{5,}}\.safetensors"
+        return name in (self.index, self.file_name) or re.fullmatch(numbered, name) is not None
 
 
-def hf_layout(tensors: Iterable[NewEntry], notes: Mapping[str, str], max_shard_bytes: int) -> HfLayout:
+MODEL = HfNames(5 * 1000**3)
+"""The files of a model, as Hugging Face cuts and names them."""
+
+
+def hf_layout(tensors: Iterable[NewEntry], notes: Mapping[str, str], named: HfNames) -> HfLayout:
     """Where each byte goes. Pure. Raises InvalidRequest, listing all tensors that safetensors cannot hold.
 
-    Files are filled in the given order, up to `max_shard_bytes`; a larger tensor gets a file of its own. The first file
-    holds the notes.
+    Files are filled in the given order, up to `named.max_shard_bytes`; a larger tensor gets a file of its own. The
+    first file holds the notes.
     """
     order = list(tensors)
-    _refuse(order)
+    refuse_unknown(order)
     groups: list[list[NewEntry]] = [[]]
-    room = max_shard_bytes
+    room = named.max_shard_bytes
     for tensor in order:
         if groups[-1] and tensor.size_bytes > room:
             groups.append([])
-            room = max_shard_bytes
+            room = named.max_shard_bytes
         groups[-1].append(tensor)
         room -= tensor.size_bytes
     count = len(groups)
     if count == 1:
-        return HfLayout([_file(SINGLE, groups[0], notes)], None)
-    names = [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
-    files = [_file(names[i], group, notes if i == 0 else {}) for i, group in enumerate(groups)]
+        return HfLayout([make_file(named.file_name, groups[0], notes)], None)
+    names = [named.numbered(i + 1, count) for i in range(count)]
+    files = [make_file(names[i], group, notes if i == 0 else {}) for i, group in enumerate(groups)]
     weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-    total = sum(tensor.size_bytes for tensor in order)
-    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-    return HfLayout(files, (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
+    return HfLayout(files, index_json(weight_map, sum(tensor.size_bytes for tensor in order)))
 
 
-def _refuse(tensors: list[NewEntry]) -> None:
+def layout_by_name(names: Mapping[NewEntry, str]) -> HfLayout:
+    """Where each byte goes, given the file of each tensor. There is always an index."""
+    refuse_unknown(list(names))
+    groups: dict[str, list[NewEntry]] = {}
+    for tensor, name in names.items():
+        groups.setdefault(name, []).append(tensor)
+    files = [make_file(name, groups[name], {}) for name in sorted(groups)]
+    weight_map = {tensor.name: name for tensor, name in names.items()}
+    return HfLayout(files, index_json(weight_map, sum(tensor.size_bytes for tensor in names)))
+
+
+def index_json(weight_map: Mapping[str, str], total_bytes: int) -> bytes:
+    """The index of a folder: the file of each tensor."""
+    index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(weight_map)}
+    return (json.dumps(index, indent=2, sort_keys=True) + "\n").encode()
+
+
+def refuse_unknown(tensors: list[NewEntry]) -> None:
+    """Raise InvalidRequest, listing all tensors that safetensors cannot hold."""
     problems = [
         f"{t.name!r} is {t.dtype}" for t in tensors if DTYPES[t.dtype].inner or (_type(t.dtype) == "F4" and not t.shape)
     ] + [f"{t.name!r} is a reserved name" for t in tensors if t.name == NOTES]
@@ -91,7 +132,8 @@ def _type(dtype: str) -> str:
     return _NAMES.get(dtype, DTYPES[dtype].stored_as)
 
 
-def _file(name: str, tensors: list[NewEntry], notes: Mapping[str, str]) -> HfFile:
+def make_file(name: str, tensors: list[NewEntry], notes: Mapping[str, str]) -> HfFile:
+    """One file. Raises InvalidRequest where its header would be larger than readers accept."""
     record: dict[str, object] = {NOTES: {"format": "pt", **notes}}
     starts, position = {}, 0
     for tensor in sorted(tensors, key=lambda t: (_ORDER.index(_type(t.dtype)), t.name)):
@@ -143,12 +185,12 @@ def _fits_json(value: Any) -> bool:
     return value is None or type(value) in (bool, int) or (type(value) is float and math.isfinite(value))
 
 
-def plan_of(layout: HfLayout, data: Mapping[str, Data]) -> FolderPlan:
+def plan_of(layout: HfLayout, data: Mapping[str, Data], named: HfNames = MODEL) -> FolderPlan:
     """The plan for safetensors files: their headers, and the data of each key."""
     files = []
     for file in layout.files:
         pieces = [FilePiece.at(0, file.head)]
         pieces += [FilePiece.at(start, data[key]) for key, start in file.starts.items() if key in data]
         files.append(Content(file.name, file.size_bytes, pieces))
-    last = [] if layout.index_json is None else [(INDEX, layout.index_json)]
-    return FolderPlan(files, last, owns, [INDEX])
+    last = [] if layout.index_json is None else [(named.index, layout.index_json)]
+    return FolderPlan(files, last, named.owns, [named.index])

@@ -1,0 +1,250 @@
+"""A store on any file system that fsspec knows, and what of a store's promises it can keep.
+
+* A path or `file://` URL is Milepost's own store of local files, with all its promises.
+* Elsewhere an object is written under a name that nobody else uses, whole: it is gathered on the local disk and put
+  there in one call. A manifest is created by the file system's own exclusive put, where it has one (object stores);
+  else it is written under a temporary name and moved.
+* Whether an object survives a power loss once `put_file` has returned, and whether two jobs that save to one place at
+  the same time cannot both create the same manifest, is what the file system makes of it.
+"""
+
+import contextlib
+import inspect
+import os
+import secrets
+import tempfile
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
+from milepost.store import LocalStore, Store
+from milepost.store.base import Buffer, check_name
+
+
+def fsspec_module() -> Any:
+    """The module fsspec. Raises InvalidRequest, saying what to install."""
+    try:
+        import fsspec  # noqa: PLC0415  # not a requirement of Milepost
+    except ImportError:
+        raise InvalidRequest("storage by fsspec needs the package fsspec: pip install fsspec") from None
+    return fsspec
+
+
+def store_by_fsspec(path: str | os.PathLike[str], **options: Any) -> Store:
+    """The store at a path or URL of fsspec. `options` are those of the file system."""
+    store = FsspecStore(os.fspath(path), options)
+    root = store.local_root
+    return store if root is None else LocalStore(root)
+
+
+class FsspecStore:
+    """Bytes by name under one URL of fsspec. Can be pickled: another process connects by itself."""
+
+    def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
+        self._url, self._options = url.rstrip("/"), dict(options or {})
+        self._connected: tuple[int, Any, str] | None = None
+        self._connection()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecStore, (self._url, self._options)
+
+    def _connection(self) -> tuple[Any, str]:
+        """The file system and the path of the root in it, of this process: clients do not survive a fork."""
+        if self._connected is None or self._connected[0] != os.getpid():
+            try:
+                fs, root = fsspec_module().core.url_to_fs(self._url, **self._options)
+            except (ValueError, ImportError) as error:
+                raise InvalidRequest(f"fsspec has no file system for {self._url!r}: {error}") from error
+            self._connected = os.getpid(), fs, root.rstrip("/")
+        return self._connected[1], self._connected[2]
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages."""
+        return self._url
+
+    @property
+    def local_root(self) -> str | None:
+        """The folder behind it, if this is the local file system."""
+        fs, root = self._connection()
+        protocols = (fs.protocol,) if isinstance(fs.protocol, str) else tuple(fs.protocol)
+        return root or "/" if "file" in protocols else None
+
+    def path_of(self, name: str) -> str:
+        """The path of an object in the file system."""
+        check_name(name)
+        return f"{self._connection()[1]}/{name}"
+
+    def create(self, name: str, data: bytes) -> None:
+        """Write a small object, whole or not at all. Raises AlreadyExists if the name is taken."""
+        fs, path = self._connection()[0], self.path_of(name)
+        with self._asking(f"create {name}"):
+            self._make_folder(path)
+            try:
+                if _puts_exclusively(fs):
+                    fs.pipe_file(path, data, mode="create")
+                else:
+                    self._create_by_move(path, data)
+            except FileExistsError:
+                raise AlreadyExists(f"{self._url}/{name} exists already") from None
+
+    def _create_by_move(self, path: str, data: bytes) -> None:
+        fs = self._connection()[0]
+        if fs.exists(path):
+            raise FileExistsError(path)
+        temporary = f"{path}.{secrets.token_hex(8)}.tmp"
+        try:
+            fs.pipe_file(temporary, data)
+            if fs.exists(path):
+                raise FileExistsError(path)
+            fs.mv(temporary, path)
+        except BaseException:
+            with contextlib.suppress(Exception):
+                fs.rm_file(temporary)
+            raise
+
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "FsspecObject":
+        """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
+        del direct
+        fs, path = self._connection()[0], self.path_of(name)
+        with self._asking(f"write {name}"):
+            if fs.exists(path):
+                raise AlreadyExists(f"{self._url}/{name} exists already")
+            return FsspecObject(self, name, size_bytes)
+
+    def put(self, local: str, name: str, size_bytes: int) -> None:
+        """Put a local file there under this name, and look that all of it arrived."""
+        fs, path = self._connection()[0], self.path_of(name)
+        with self._asking(f"write {name}"):
+            self._make_folder(path)
+            fs.put_file(local, path)
+            fs.invalidate_cache()
+            arrived = fs.size(path)
+        if arrived != size_bytes:
+            raise StorageError(f"{self._url}/{name} has {arrived} bytes of {size_bytes} after it was written")
+
+    def _make_folder(self, path: str) -> None:
+        folder = path.rpartition("/")[0]
+        if folder:
+            self._connection()[0].makedirs(folder, exist_ok=True)
+
+    def reader(self, name: str) -> "FsspecReading":
+        """Open an object. Raises FileNotFoundError if there is none."""
+        fs, path = self._connection()[0], self.path_of(name)
+        with self._asking(f"read {name}"):
+            about = fs.info(path)
+        if about.get("type") == "directory":
+            raise FileNotFoundError(f"{self._url}/{name}")
+        return FsspecReading(self, name, int(about["size"]))
+
+    def fetch(self, name: str, start: int, stop: int) -> bytes:
+        """Bytes start..stop of an object."""
+        with self._asking(f"read {name}"):
+            found: bytes = self._connection()[0].cat_file(self.path_of(name), start=start, end=stop)
+        if len(found) != stop - start:
+            raise StorageError(f"{self._url}/{name} ends before byte {stop}")
+        return found
+
+    def list(self, prefix: str) -> Iterator[str]:
+        """The names that start with `prefix`."""
+        fs, root = self._connection()
+        folder = prefix.rpartition("/")[0]
+        with self._asking("list its objects"):
+            fs.invalidate_cache()
+            found = fs.find(f"{root}/{folder}".rstrip("/") or "/")
+        names = (path[len(root) :].lstrip("/") for path in found)
+        return iter([name for name in names if name.startswith(prefix)])
+
+    def delete(self, name: str, *, durable: bool = False) -> None:
+        """Remove an object if it is there."""
+        del durable
+        fs, path = self._connection()[0], self.path_of(name)
+        with contextlib.suppress(FileNotFoundError), self._asking(f"remove {name}"):
+            fs.rm_file(path)
+
+    @contextlib.contextmanager
+    def _asking(self, what: str) -> Iterator[None]:
+        """Turn what clients raise into StorageError, except what callers of a store know."""
+        try:
+            yield
+        except (CheckpointError, FileNotFoundError):
+            raise
+        except Exception as error:  # each client of fsspec has errors of its own
+            raise StorageError(
+                f"cannot {what} at {self._url}: {type(error).__name__}: {error}", errno=getattr(error, "errno", None)
+            ) from error
+
+
+def _puts_exclusively(fs: Any) -> bool:
+    """Whether the file system has a way of its own to put whole objects, if the name is free."""
+    put = getattr(type(fs), "_pipe_file", None) or type(fs).pipe_file
+    base = fsspec_module().AbstractFileSystem.pipe_file
+    return put is not base and "mode" in inspect.signature(put).parameters
+
+
+class FsspecObject:
+    """A new object, gathered in a local file: clients write from the first byte to the last, and blocks do not."""
+
+    aligned = False
+
+    def __init__(self, store: FsspecStore, name: str, size_bytes: int) -> None:
+        self._store, self._name, self._size = store, name, size_bytes
+        self._file = tempfile.NamedTemporaryFile(prefix="milepost-")  # noqa: SIM115  # closed by commit or abort
+        self._put = False
+        os.ftruncate(self._file.fileno(), size_bytes)
+
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        """Write all of `views`, one after the other, at `offset`."""
+        for view in views:
+            data = memoryview(view).cast("B")
+            while len(data):
+                done = os.pwrite(self._file.fileno(), data, offset)
+                data, offset = data[done:], offset + done
+
+    def commit(self) -> None:
+        """Put the object under its name."""
+        self._put = True
+        self._store.put(self._file.name, self._name, self._size)
+        self._file.close()
+
+    def abort(self) -> None:
+        """Give up: nothing of the object remains. Never raises."""
+        with contextlib.suppress(OSError):
+            self._file.close()
+        if self._put:
+            with contextlib.suppress(OSError, CheckpointError):
+                self._store.delete(self._name)
+
+
+class FsspecReading:
+    """Reads one object, from several threads at once."""
+
+    def __init__(self, store: FsspecStore, name: str, size_bytes: int) -> None:
+        self._store, self._name, self._size = store, name, size_bytes
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the object."""
+        return self._size
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill all of `views`, one after the other, from `offset`."""
+        total = sum(map(len, views))
+        if offset + total > self._size:
+            raise StorageError(f"{self._store.url}/{self._name} ends before byte {offset + total}")
+        data = memoryview(self._store.fetch(self._name, offset, offset + total)) if total else memoryview(b"")
+        for view in views:
+            view[:] = data[: len(view)]
+            data = data[len(view) :]
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """Never: there is one way to read."""
+        del offset, length
+        return False
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Like `read`."""
+        self.read(offset, [block])
+
+    def close(self) -> None:
+        """Nothing to close."""

@@ -1,0 +1,31 @@
+"""Names of files and notes in Hugging Face folders, as DCP spells them, and where a box of a tensor is in them."""
+
+from dataclasses import dataclass
+
+import torch
+
+FILE_NAME = "model-{cpt_idx}-of-{num_files}"
+SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
+SUFFIX = ".safetensors"
+SHARDED_DIR_NAME = "sharded"
+CUSTOM_METADATA_KEY = "DCP_SHARDING_INFO"
+SAVED_OFFSETS_KEY = "saved_offsets"
+DCP_VERSION_KEY = "DCP_VERSION"
+HF_DCP_VERSION: float = 1.0
+
+
+@dataclass
+class HFStorageInfo:
+    """Where a box of a tensor is: its file, and the shape and type that it has there."""
+
+    relative_path: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:
+    """The name of file `index` of `largest_index`; with `shard_index`, of the part of it that one rank writes."""
+    numbers = {"cpt_idx": f"{index:05d}", "num_files": f"{largest_index:05d}"}
+    if shard_index is None:
+        return FILE_NAME.format(**numbers) + SUFFIX
+    return SHARDED_FILE_NAME.format(shard_idx=f"{shard_index:05d}", **numbers) + SUFFIX
