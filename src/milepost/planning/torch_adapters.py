@@ -286,6 +286,17 @@ class MilepostWriter(their_storage.StorageWriter):
         self._inner = CheckpointWriter(path, **options)
         self._goal: Goal | None = None
 
+    @classmethod
+    def around(cls, inner: CheckpointWriter) -> "MilepostWriter":
+        """The same for a writer that there is already."""
+        made = cls.__new__(cls)
+        made._inner, made._goal = inner, None
+        return made
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to the process in which torch saves: nothing of a save under way."""
+        return {**vars(self), "_goal": None}
+
     @property
     def path(self) -> str:
         """Where it writes."""
