@@ -4,6 +4,7 @@ Thin names for what is elsewhere in Milepost, or torch's own where they work wit
 docs/how-to/from-dcp.md lists what differs.
 """
 
+from milepost.dcp._install import Installation, install, uninstall
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
@@ -28,6 +29,7 @@ __all__ = [
     "FileSystemWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "Installation",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
@@ -42,9 +44,11 @@ __all__ = [
     "TensorStorageMetadata",
     "WriteItem",
     "async_save",
+    "install",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "save",
     "save_state_dict",
+    "uninstall",
 ]

@@ -137,15 +137,17 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add the names under which each rank writes."""
-        if not all(isinstance(plan, SavePlan) for plan in plans):
-            return self._for_torch().prepare_global_plan(plans)  # type: ignore[no-any-return]
+        if any(map(_is_torchs, plans)):
+            found: list[SavePlan] = self._for_torch().prepare_global_plan(plans)
+            return found
         aim = take_aim(self.store, overwrite=self.overwrite)
         return [replace(plan, storage_data=Goal(*aim, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard file."""
-        if not isinstance(plan, SavePlan):
-            return self._for_torch().write_data(plan, planner)  # type: ignore[no-any-return]
+        if _is_torchs(plan):
+            future: Future[list[WriteResult]] = self._for_torch().write_data(plan, planner)
+            return future
         goal = plan.storage_data
         if not isinstance(goal, Goal):
             raise InvalidRequest(
@@ -173,7 +175,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest from the plans and the results, and commit it."""
-        if not isinstance(metadata, Metadata):
+        if _is_torchs(metadata):
             self._for_torch().finish(metadata, results)
             return
         if self._goal is None:
@@ -192,12 +194,17 @@ class CheckpointWriter(_AtStore, StorageWriter):
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
 
     def _for_torch(self) -> Any:
-        """This writer as torch's own `save` calls it: with torch's records."""
+        """What torch's own `save` calls: the same with torch's records."""
         from milepost.planning.torch_adapters import MilepostWriter  # noqa: PLC0415  # it imports this module
 
         if self._in_torch is None:
             self._in_torch = MilepostWriter.around(self)
         return self._in_torch
+
+
+def _is_torchs(record: object) -> bool:
+    """Whether torch's own functions call: their records have the fields of Milepost's and are other classes."""
+    return not isinstance(record, (SavePlan, Metadata))
 
 
 def _attempt(store: Store, goal: Goal) -> Attempt:
