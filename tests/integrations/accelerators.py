@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState, PartialState
-from accelerate.utils import FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from torch.utils.data import DataLoader, TensorDataset
 
 KINDS = ("plain", "fsdp1", "fsdp2")
@@ -51,7 +51,9 @@ class Job:
             dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=seed, split_batches=True),
             project_config=ProjectConfiguration(project_dir=project, **configuration) if project else None,
         )
-        set_seed(seed)
+        if plugin is not None:  # Accelerate uses FSDP with accelerators only; torch's works on the CPU too
+            self.accelerator.state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+            self.accelerator.state.fsdp_plugin = plugin
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Dropout(drop), torch.nn.Linear(12, 3))
         set_seed(seed, device_specific=True)

@@ -29,7 +29,7 @@ try:
 except ImportError as error:
     raise ImportError("milepost.integrations.accelerate needs Accelerate: pip install accelerate") from error
 
-__all__ = ["InstalledStates", "install", "load_state", "random_state", "save_state", "set_random_state", "training_state"]
+__all__ = ["InstalledStates", "install", "load_state", "optimizer_state", "random_of_other_ranks", "random_state", "save_state", "set_random_state", "training_state"]
 
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _OLD_FILES = "random_states_*.pkl"
@@ -50,7 +50,7 @@ def training_state(accelerator: Accelerator, *, data: bool = True) -> dict[str, 
         "schedulers": _numbered(accelerator._schedulers),  # noqa: SLF001
         "custom": _numbered(accelerator._custom_objects),  # noqa: SLF001
         "accelerator": _Counters(accelerator),
-        "random": milepost.PerRank(_Random(), remap=_random_of_other_ranks),
+        "random": milepost.PerRank(_Random(), remap=random_of_other_ranks),
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
@@ -236,7 +236,7 @@ class _Random:
         set_random_state(state_dict)
 
 
-def _random_of_other_ranks(old: Sequence[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
+def random_of_other_ranks(old: Sequence[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
     """On another number of ranks: a rank that was there before goes on, and a new one keeps what it has.
 
     Not a copy of another rank's: two ranks with the same random numbers would drop out the same neurons.
