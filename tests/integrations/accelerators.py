@@ -8,6 +8,7 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, skip_first_batches
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 KINDS = ("plain", "fsdp1", "fsdp2")
@@ -56,6 +57,8 @@ class Job:
             self.accelerator.state.fsdp_plugin = plugin
         torch.manual_seed(0)
         model = torch.nn.Sequential(torch.nn.Linear(6, 12), torch.nn.Dropout(drop), torch.nn.Linear(12, 3))
+        if kind == "fsdp1":  # Accelerate's own call says device_id="cpu:0", which torch refuses
+            model = FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
         set_seed(seed, device_specific=True)
         data = TensorDataset(torch.arange(36 * BATCHES).view(-1, 6).sin())
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)

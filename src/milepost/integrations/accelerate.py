@@ -145,7 +145,15 @@ class _OptimizerOfFSDP1:
     def state_dict(self) -> dict[str, Any]:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415  # slow to import
 
-        return dict(get_optimizer_state_dict(self._model, self._optimizer))
+        is_new = not self._optimizer.state
+        state = dict(get_optimizer_state_dict(self._model, self._optimizer))
+        if is_new:
+            # To have something to cut, torch has made a step with gradients of zero. That was none of training's.
+            self._optimizer.state.clear()
+            for entries in state.get("state", {}).values():
+                if isinstance(entries.get("step"), torch.Tensor):
+                    entries["step"].zero_()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict  # noqa: PLC0415
