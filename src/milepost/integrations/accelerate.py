@@ -25,11 +25,20 @@ from milepost.saving.options import SaveKeywords
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import SeedableRandomSampler
-    from accelerate.utils import DistributedType
 except ImportError as error:
     raise ImportError("milepost.integrations.accelerate needs Accelerate: pip install accelerate") from error
 
-__all__ = ["InstalledStates", "install", "load_state", "optimizer_state", "random_of_other_ranks", "random_state", "save_state", "set_random_state", "training_state"]
+__all__ = [
+    "InstalledStates",
+    "install",
+    "load_state",
+    "optimizer_state",
+    "random_of_other_ranks",
+    "random_state",
+    "save_state",
+    "set_random_state",
+    "training_state",
+]
 
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _OLD_FILES = "random_states_*.pkl"
@@ -90,8 +99,8 @@ def _check(accelerator: Accelerator) -> None:
         )
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:  # noqa: SLF001
         raise InvalidRequest(
-            "this accelerator has hooks (register_save_state_pre_hook, register_load_state_pre_hook), which write files "
-            "of their own beside the checkpoint. Remove them, and pass what they save to register_for_checkpointing"
+            "this accelerator has hooks (register_save_state_pre_hook, register_load_state_pre_hook), which write "
+            "files of their own beside the checkpoint. Remove them, and pass what they save to register_for_checkpointing"
         )
 
 

@@ -1,4 +1,4 @@
-"""`transformers.Trainer` with Milepost's checkpoints: each is one commit, and `resume_from_checkpoint` finds whole ones.
+"""`transformers.Trainer` with Milepost's checkpoints: each is one commit, and a resumed training finds a whole one.
 
     class MyTrainer(MilepostCheckpoints, Trainer): ...      or MilepostTrainer, which is that
 
@@ -62,8 +62,8 @@ class MilepostCheckpoints(_Base):  # type: ignore[misc]
             raise InvalidRequest("DeepSpeed saves its states by itself; use transformers.Trainer with it")
         if self.args.push_to_hub and self.args.hub_strategy != HubStrategy.END:
             raise InvalidRequest(
-                f"hub_strategy={self.args.hub_strategy.value!r} uploads files of Hugging Face from each checkpoint, which "
-                "has none: take hub_strategy='end', or call trainer.push_to_hub() after trainer.save_model()"
+                f"hub_strategy={self.args.hub_strategy.value!r} uploads files of Hugging Face from each checkpoint, "
+                "which has none: take hub_strategy='end', or call trainer.push_to_hub() after trainer.save_model()"
             )
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
@@ -106,9 +106,7 @@ class MilepostCheckpoints(_Base):  # type: ignore[misc]
         is_best = self.state.best_global_step == step
         if is_best or self.state.best_global_step in keeper.steps():
             folder = self._get_output_dir(trial=trial)
-            self.state.best_model_checkpoint = os.path.join(
-                folder, _NAMES.format(step=self.state.best_global_step)
-            )
+            self.state.best_model_checkpoint = os.path.join(folder, _NAMES.format(step=self.state.best_global_step))
         state = self._parts(only_model=self.args.save_only_model)
         metadata = {"trainer_state": self._state_as_text(), "only_model": self.args.save_only_model}
         metrics = {_BEST: float(step)} if is_best else None
