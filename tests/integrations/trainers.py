@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, GradientState, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from milepost.integrations.transformers import MilepostTrainer
@@ -56,8 +57,11 @@ def make(folder, kind="plain", *, drop=0.0, make_trainer=MilepostTrainer, made_w
     trainer = make_trainer(
         model=GPT2LMHeadModel(config), args=given, train_dataset=data, eval_dataset=data[:6], **(made_with or {})
     )
-    if kind == "fsdp2":  # Accelerate uses FSDP with accelerators only; torch's works on the CPU too
-        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT")
+    if kind == "fsdp1":  # Accelerate's own call says device_id="cpu:0", which torch refuses
+        cut = FullyShardedDataParallel(trainer.model, device_id=torch.device("cpu"), use_orig_params=True)
+        trainer.model = trainer.model_wrapped = cut
+    if kind != "plain":  # Accelerate uses FSDP with accelerators only; torch's works on the CPU too
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=int(kind[-1]), state_dict_type="SHARDED_STATE_DICT")
         state = trainer.accelerator.state
         state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
         state.fsdp_plugin, trainer.is_fsdp_enabled = plugin, True

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 from milepost.dcp import _installed
 
 _TORCH = "torch.distributed.checkpoint"
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, dict[str, Any]] = {
     "state_dict_saver": {
         "save": _installed.save,
         "async_save": _installed.async_save,
@@ -41,7 +41,7 @@ _FUNCTIONS = {
     },
     "_storage_utils": {"_storage_setup": _installed.storage_setup},
 }
-_CLASSES = {
+_CLASSES: dict[str, dict[str, Any]] = {
     "filesystem": {"FileSystemWriter": _installed.InstalledWriter, "FileSystemReader": _installed.InstalledReader},
     "_checkpointer": {"_Checkpointer": _installed.InstalledCheckpointer},
 }
@@ -185,7 +185,7 @@ def _rebind() -> None:
             vars(module)[name] = ours
             _STATE.rebound.append((module, name, theirs, ours))
     for kind in _storage_classes():
-        copyreg.pickle(kind, _reduce_original)  # type: ignore[arg-type]
+        copyreg.pickle(kind, _reduce_original)
 
 
 def _is_inside_torch(module: ModuleType, theirs: Any) -> bool:

@@ -100,7 +100,7 @@ def _check(accelerator: Accelerator) -> None:
     if accelerator._save_model_state_pre_hook or accelerator._load_model_state_pre_hook:  # noqa: SLF001
         raise InvalidRequest(
             "this accelerator has hooks (register_save_state_pre_hook, register_load_state_pre_hook), which write "
-            "files of their own beside the checkpoint. Remove them, and pass what they save to register_for_checkpointing"
+            "files of their own beside it. Remove them, and pass what they save to register_for_checkpointing"
         )
 
 
@@ -155,7 +155,7 @@ class _OptimizerOfFSDP1:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415  # slow to import
 
         is_new = not self._optimizer.state
-        state = dict(get_optimizer_state_dict(self._model, self._optimizer))
+        state: dict[str, Any] = dict(get_optimizer_state_dict(self._model, self._optimizer))
         if is_new:
             # To have something to cut, torch has made a step with gradients of zero. That was none of training's.
             self._optimizer.state.clear()

@@ -32,7 +32,10 @@ except ImportError as error:
         "milepost.integrations.transformers needs Transformers and Accelerate: pip install transformers accelerate"
     ) from error
 
-_Base = Trainer if TYPE_CHECKING else object
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base
+else:
+    _Base = object
 
 __all__ = ["MilepostCheckpoints", "MilepostTrainer"]
 
@@ -42,7 +45,7 @@ _STATE_FILE = "trainer_state.json"
 _BEST = "best"
 
 
-class MilepostCheckpoints(_Base):  # type: ignore[misc]
+class MilepostCheckpoints(_Base):
     """Put it before the Trainer among the bases of a class: `class MyTrainer(MilepostCheckpoints, Trainer)`.
 
     `save_total_limit` says how many checkpoints are kept; the best is kept beside them, if one is tracked.
