@@ -54,6 +54,7 @@ def goes_on(rank, folder, name):
     return found
 
 
+@pytest.mark.timeout(600)
 def test_job_is_killed_in_a_save_and_goes_on_with_three_ranks(tmp_path):
     assert spawn_outcomes(2, trains_and_is_killed, tmp_path) == [None, None]
     killed = tmp_path / KINDS[-1] / "checkpoint-6"

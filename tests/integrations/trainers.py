@@ -41,6 +41,7 @@ def make(folder, kind="plain", *, drop=0.0, make_trainer=MilepostTrainer, made_w
         str(folder),
         **{
             "use_cpu": True,
+            "remove_unused_columns": False,  # FSDP1 hides the signature of the model
             "per_device_train_batch_size": 6,
             "per_device_eval_batch_size": 6,
             "accelerator_config": {"split_batches": True},
