@@ -91,6 +91,16 @@ def test_a_name_that_the_program_changed_meanwhile_is_left(monkeypatch):
     assert module.save is print
 
 
+def test_module_that_left_meanwhile_gets_torchs_names_back(monkeypatch):
+    module = types.ModuleType("leaving_module")
+    module.save = THEIRS.save
+    monkeypatch.setitem(sys.modules, "leaving_module", module)
+    with milepost.dcp.install():
+        assert module.save is torch_dcp.save
+        del sys.modules["leaving_module"]
+    assert module.save is THEIRS.save
+
+
 def test_blocks_and_calls_nest():
     milepost.dcp.install()
     milepost.dcp.install()
@@ -174,6 +184,15 @@ def test_records_and_errors_are_torchs(tmp_path):
             torch_dcp.load({"other": torch.ones(2)}, checkpoint_id=tmp_path)
     assert isinstance(caught.value, milepost.CheckpointError)
     assert "other" in str(caught.value.failures[0][0])
+
+
+def test_default_planner_of_torch_pickles_nothing(tmp_path):
+    with milepost.dcp.install():
+        with pytest.raises(torch_dcp.CheckpointException, match="'args'"):
+            torch_dcp.save({"args": types.SimpleNamespace(a=1)}, checkpoint_id=tmp_path, planner=DefaultSavePlanner())
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True, flatten_state_dict=False)
+        torch_dcp.save({"args": {"a": 1}}, checkpoint_id=tmp_path, planner=planner)
+    assert list(milepost.open(tmp_path)) == ["args"]  # its options count
 
 
 def test_pickles_of_either_side(tmp_path):

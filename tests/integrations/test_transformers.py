@@ -11,7 +11,7 @@ from tests.integrations.killing import die_in_the_next_commit
 from tests.integrations.trainers import StopAt, losses, make
 from tests.ranks import spawn, spawn_outcomes
 
-KINDS = ("plain", "fsdp2")
+KINDS = ("plain", "fsdp1", "fsdp2")
 
 
 def steps(folder):
