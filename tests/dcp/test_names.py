@@ -19,7 +19,6 @@ NAMES_LEFT_OUT = {
     "state_dict_saver": {"_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor"},
 }
 TORCHS_OWN = {
-    "_async_executor": "_AsyncCheckpointExecutor",
     "_consolidate_hf_safetensors": "_FqnData _InputFileData _OutputFileData _consolidate_safetensors_files "
     "_parse_input_metadata _process_output_file _read_tensor_data _write_data _write_metadata "
     "_write_overall_metadata_file",
@@ -36,7 +35,6 @@ TORCHS_OWN = {
     "metadata": "_MEM_FORMAT_ENCODING",
     "optimizer": "_ReaderWithOffset _alloc_tensor _create_colwise_spec _gen_rank_device _get_state_dict_2d_layout "
     "_is_nested_tensor",
-    "staging": "AsyncStager BlockingAsyncStager DefaultStager StagingOptions",
     "state_dict": "StateDictOptions _EXTRA_STATE _StateDictInfo _flatten_optim_state_dict _gc_context _get_fqns "
     "_get_fsdp_process_group _get_model_state_dict _get_optim_state_dict _init_optim_state "
     "_iterate_valid_model_state _load_model_state_dict _load_optim_state_dict _maybe_full_or_cpu_state_dict "

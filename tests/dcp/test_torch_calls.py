@@ -1,18 +1,21 @@
 """Torch's own `dcp.save` and `dcp.load` with Milepost's storage."""
 
 import io
+import multiprocessing
+import os
 import pickle
 
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import milepost
 import milepost.dcp
 from milepost.comm import Solo
-from milepost.dcp import MilepostReader, MilepostWriter
+from milepost.dcp import FileSystemWriter, MilepostReader, MilepostWriter
 from tests.ranks import spawn
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning:torch.*")
@@ -34,8 +37,8 @@ def expected(number, rows=5):
     return value, value, number
 
 
-def three_saves(rank, folder, caching):
-    writer = MilepostWriter(folder / "same")
+def three_saves(rank, folder, caching, kind):
+    writer = kind(folder / "same")
     planner = torch_dcp.DefaultSavePlanner(enable_plan_caching=caching)
     found = []
     for number, rows in enumerate((5, 5, 7)):
@@ -45,10 +48,15 @@ def three_saves(rank, folder, caching):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("caching", [False, True])
-@pytest.mark.parametrize("world", [1, 2])
-def test_three_saves_with_a_change_between_them(tmp_path, world, caching):
-    for found in spawn(world, three_saves, tmp_path, caching):
+@pytest.mark.parametrize(
+    ("world", "caching", "kind"),
+    [
+        *((1, False, MilepostWriter), (1, True, MilepostWriter), (2, False, MilepostWriter), (2, True, MilepostWriter)),
+        (2, True, FileSystemWriter),
+    ],
+)
+def test_three_saves_with_a_change_between_them(tmp_path, world, caching, kind):
+    for found in spawn(world, three_saves, tmp_path, caching, kind):
         assert found == [expected(0), expected(1), expected(2, 7)]
     with milepost.open(tmp_path / "same") as checkpoint:
         assert checkpoint["step"] == 2
@@ -71,6 +79,32 @@ def async_saves(rank, folder):
 def test_async_saves_of_torch(tmp_path, world):
     for found in spawn(world, async_saves, tmp_path):
         assert found == [expected(0), expected(1)]
+
+
+def saves_by_torchs_process(rank, folder):
+    multiprocessing.current_process()._config["daemon"] = False  # those of a test may not start processes
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    kind = AsyncCheckpointerType.PROCESS
+    for number, make in enumerate((MilepostWriter, FileSystemWriter)):
+        writer = make(folder / str(number), metadata={"number": number})
+        future = torch_dcp.async_save(state_of(number), storage_writer=writer, async_checkpointer_type=kind)
+        future.result()
+    return [loaded(state_of(9), folder / str(number)) for number in range(2)]
+
+
+@pytest.mark.slow
+def test_writers_travel_to_torchs_saving_process(tmp_path):
+    for found in spawn(2, saves_by_torchs_process, tmp_path):
+        assert found == [expected(0), expected(1)]
+    for number in range(2):
+        with milepost.open(tmp_path / str(number)) as checkpoint:
+            assert checkpoint.verify().ok
+            assert checkpoint.metadata["number"] == number
+
+
+def test_a_writer_into_memory_cannot_travel():
+    with pytest.raises(milepost.InvalidRequest, match="memory of this process"):
+        pickle.dumps(MilepostWriter("memory://travel"))
 
 
 def saves_once(rank, folder):

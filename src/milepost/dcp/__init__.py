@@ -6,6 +6,7 @@ docs/how-to/from-dcp.md lists what differs.
 
 from importlib import import_module
 
+from milepost.dcp._install import Installation, install, uninstall
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
@@ -30,6 +31,7 @@ __all__ = [
     "FileSystemWriter",
     "HuggingFaceStorageReader",
     "HuggingFaceStorageWriter",
+    "Installation",
     "LoadPlan",
     "LoadPlanner",
     "Metadata",
@@ -44,11 +46,13 @@ __all__ = [
     "TensorStorageMetadata",
     "WriteItem",
     "async_save",
+    "install",
     "load",
     "load_sharded_optimizer_state_dict",
     "load_state_dict",
     "save",
     "save_state_dict",
+    "uninstall",
 ]
 
 # As in torch: these are attributes once the package is imported.

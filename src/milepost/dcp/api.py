@@ -6,6 +6,8 @@ import traceback
 from collections.abc import Iterator
 from typing import Any
 
+from torch.distributed.checkpoint.api import CheckpointException as TheirException
+
 from milepost.comm import Comm
 from milepost.core.ranks import show_ranks
 from milepost.errors import CheckpointError, Failure
@@ -15,13 +17,13 @@ __all__ = ["CheckpointException"]
 WRAPPED_EXCEPTION = tuple[BaseException, traceback.StackSummary]
 
 
-class CheckpointException(CheckpointError):
+class CheckpointException(CheckpointError, TheirException):
     """Some ranks failed: `failures` maps each of them to the exception that it met and the stack where it was raised.
 
-    An Exception and a `milepost.CheckpointError`, where DCP's is neither.
+    An Exception and a `milepost.CheckpointError`, where DCP's is neither. Also one of DCP's, so that programs catch it.
     """
 
-    failures: dict[int, WRAPPED_EXCEPTION]  # type: ignore[assignment]
+    failures: dict[int, WRAPPED_EXCEPTION] = {}  # type: ignore[assignment]  # noqa: RUF012  # hides torch's property
 
     def __init__(self, msg: str, failures: dict[int, WRAPPED_EXCEPTION]) -> None:
         super().__init__(msg)

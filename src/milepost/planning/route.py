@@ -75,7 +75,8 @@ def route(writer: Any, planner: Any) -> SaveRoute:
     """
     from milepost.planning.torch_adapters import adapted_save_planner, adapted_writer  # noqa: PLC0415  # slow to import
 
-    own_writer, own_planner = adapted_writer(writer), adapted_save_planner(planner)
+    own_writer = adapted_writer(writer)
+    own_planner = adapted_save_planner(planner, own_writer)
     if own_planner is None:
         own_planner = DefaultSavePlanner()
     if not isinstance(own_planner, DefaultSavePlanner) or not is_local(own_writer, own_planner):

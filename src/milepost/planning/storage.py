@@ -111,6 +111,14 @@ class CheckpointWriter(_AtStore, StorageWriter):
         self._meter = Meter("save", self.store.url)
         self._goal: Goal | None = None
         self._is_coordinator = False
+        self._in_torch: Any = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to another process: where and how to write, and nothing of a save under way."""
+        return {**vars(self), "_meter": None, "_goal": None, "_in_torch": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state, _meter=Meter("save", state["store"].url))
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: where and how to write, and nothing of a save under way."""
@@ -128,7 +136,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn whether this rank commits."""
         del args, kwargs
-        self._is_coordinator, self._goal = is_coordinator, None
+        self._is_coordinator, self._goal, self._in_torch = is_coordinator, None, None
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Add nothing."""
@@ -136,11 +144,17 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Add the names under which each rank writes."""
+        if any(map(_is_torchs, plans)):
+            found: list[SavePlan] = self._for_torch().prepare_global_plan(plans)
+            return found
         aim = take_aim(self.store, overwrite=self.overwrite)
         return [replace(plan, storage_data=Goal(*aim, rank, len(plans))) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's shard file."""
+        if _is_torchs(plan):
+            future: Future[list[WriteResult]] = self._for_torch().write_data(plan, planner)
+            return future
         goal = plan.storage_data
         if not isinstance(goal, Goal):
             raise InvalidRequest(
@@ -168,6 +182,9 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Make the manifest from the plans and the results, and commit it."""
+        if _is_torchs(metadata):
+            self._for_torch().finish(metadata, results)
+            return
         if self._goal is None:
             raise InvalidRequest("this writer has not written anything: call `write_data` before `finish`")
         _attempt(self.store, self._goal).commit(make_contents(self._goal, metadata, results, self.metadata))
@@ -182,6 +199,19 @@ class CheckpointWriter(_AtStore, StorageWriter):
     def storage_meta(self) -> StorageMeta:
         """Where this writer writes, and the id of this save."""
         return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self.save_id)
+
+    def _for_torch(self) -> Any:
+        """What torch's own `save` calls: the same with torch's records."""
+        from milepost.planning.torch_adapters import MilepostWriter  # noqa: PLC0415  # it imports this module
+
+        if self._in_torch is None:
+            self._in_torch = MilepostWriter.around(self)
+        return self._in_torch
+
+
+def _is_torchs(record: object) -> bool:
+    """Whether torch's own functions call: their records have the fields of Milepost's and are other classes."""
+    return not isinstance(record, (SavePlan, Metadata))
 
 
 def _attempt(store: Store, goal: Goal) -> Attempt:

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import io
 import os
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,9 +16,11 @@ import torch.distributed as dist
 from torch.distributed.checkpoint import planner as their_planner
 from torch.distributed.checkpoint import storage as their_storage
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner as TheirLoadPlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner as TheirSavePlanner
 from torch.futures import Future
 
 from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.planning.default import DefaultSavePlanner
 from milepost.planning.manifest_bridge import Goal
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.records import LoadPlan, Metadata, ReadItem, SavePlan, StorageMeta, WriteItem, WriteResult
@@ -32,6 +35,8 @@ from milepost.store import Location
 
 def adapted_writer(writer: Any) -> StorageWriter:
     """A writer that Milepost can call, whichever side it was made for."""
+    if isinstance(writer, MilepostWriter) and writer.is_unchanged:
+        return writer.inner
     return _TheirWriter(writer) if isinstance(writer, their_storage.StorageWriter) else writer
 
 
@@ -40,14 +45,32 @@ def adapted_reader(reader: Any) -> StorageReader:
     return _TheirReader(reader) if isinstance(reader, their_storage.StorageReader) else reader
 
 
-def adapted_save_planner(planner: Any) -> SavePlanner | None:
-    """A planner that Milepost can call."""
+def adapted_save_planner(planner: Any, writer: StorageWriter) -> SavePlanner | None:
+    """A planner that Milepost can call. With Milepost's storage, torch's default planner becomes Milepost's."""
+    if type(planner) is TheirSavePlanner and isinstance(writer, CheckpointWriter):
+        return _default_planner(planner)
     return _TheirSavePlanner(planner) if isinstance(planner, their_planner.SavePlanner) else planner
 
 
 def adapted_load_planner(planner: Any) -> LoadPlanner | None:
     """A planner that Milepost can call."""
     return _TheirLoadPlanner(planner) if isinstance(planner, their_planner.LoadPlanner) else planner
+
+
+_DEFAULT_PLANNERS: "weakref.WeakKeyDictionary[Any, DefaultSavePlanner]" = weakref.WeakKeyDictionary()
+
+
+def _default_planner(planner: TheirSavePlanner) -> DefaultSavePlanner:
+    """Milepost's default planner with the options of torch's; the same one for each save, since it keeps plans."""
+    found = _DEFAULT_PLANNERS.get(planner) or DefaultSavePlanner()
+    found.flatten_state_dict, found.flatten_sharded_tensors = (
+        planner.flatten_state_dict,
+        planner.flatten_sharded_tensors,
+    )
+    found.dedup_save_to_lowest_rank = planner.dedup_save_to_lowest_rank
+    found.enable_plan_caching = planner._enable_plan_caching  # noqa: SLF001  # torch has no other name for it
+    _DEFAULT_PLANNERS[planner] = found
+    return found
 
 
 class _TheirWriter(StorageWriter):
@@ -283,21 +306,38 @@ class MilepostWriter(their_storage.StorageWriter):
     """
 
     def __init__(self, path: Location, **options: Any) -> None:
-        self._inner = CheckpointWriter(path, **options)
+        self.inner = CheckpointWriter(path, **options)
         self._goal: Goal | None = None
+
+    @classmethod
+    def around(cls, inner: CheckpointWriter) -> "MilepostWriter":
+        """The same for a writer that there is already."""
+        made = cls.__new__(cls)
+        made.inner, made._goal = inner, None  # noqa: SLF001
+        return made
+
+    @property
+    def is_unchanged(self) -> bool:
+        """Whether its class changes nothing of how it writes, so that Milepost's own calls can use `inner`."""
+        steps = ("prepare_local_plan", "prepare_global_plan", "write_data", "finish")
+        return all(getattr(type(self), step) is getattr(MilepostWriter, step) for step in steps)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What travels to the process in which torch saves: nothing of a save under way."""
+        return {**vars(self), "_goal": None}
 
     @property
     def path(self) -> str:
         """Where it writes."""
-        return self._inner.url
+        return self.inner.url
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new save."""
-        self._inner.reset(checkpoint_id)
+        self.inner.reset(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Learn whether this rank commits."""
-        self._inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
+        self.inner.set_up_storage_writer(is_coordinator, *args, **kwargs)
         self._goal = None
 
     def prepare_local_plan(self, plan: Any) -> Any:
@@ -306,7 +346,7 @@ class MilepostWriter(their_storage.StorageWriter):
 
     def prepare_global_plan(self, plans: list[Any]) -> list[Any]:
         """Tell each rank under which name to write."""
-        prepared = self._inner.prepare_global_plan(ours(plans))
+        prepared = self.inner.prepare_global_plan(ours(plans))
         self._goal = prepared[0].storage_data
         if dist.is_initialized() and self._goal is not None:
             store = _job_store()
@@ -330,7 +370,7 @@ class MilepostWriter(their_storage.StorageWriter):
                 goal = dataclasses.replace(self._goal or self._announced(), rank=goal.rank)
             planned.used = True
             mine = dataclasses.replace(mine, storage_data=goal)
-        return _then(self._inner.write_data(mine, _TheirSavePlanner(planner)), theirs)
+        return _then(self.inner.write_data(mine, _TheirSavePlanner(planner)), theirs)
 
     def _announced(self) -> Goal:
         """The goal of this save, as the coordinator put it into the job's store."""
@@ -339,11 +379,11 @@ class MilepostWriter(their_storage.StorageWriter):
 
     def finish(self, metadata: Any, results: list[list[Any]]) -> None:
         """Commit."""
-        self._inner.finish(ours(metadata), ours(results))
+        self.inner.finish(ours(metadata), ours(results))
 
     def storage_meta(self) -> Any:
         """Where, and the id of this save."""
-        return theirs(self._inner.storage_meta())
+        return theirs(self.inner.storage_meta())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:

@@ -2,8 +2,9 @@
 
 import threading
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
-from milepost.errors import AlreadyExists, StorageError
+from milepost.errors import AlreadyExists, InvalidRequest, StorageError
 from milepost.store.base import Buffer, check_name
 
 
@@ -20,6 +21,10 @@ class MemoryStore:
         self._url = url
         self._lock = threading.Lock()
         self.objects: dict[str, bytes] = {}
+
+    def __reduce__(self) -> NoReturn:
+        """Raises InvalidRequest: another process has other memory."""
+        raise InvalidRequest(f"{self._url} is memory of this process, and cannot go to another one; save to a path")
 
     @property
     def url(self) -> str:
