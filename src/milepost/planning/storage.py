@@ -120,13 +120,6 @@ class CheckpointWriter(_AtStore, StorageWriter):
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state, _meter=Meter("save", state["store"].url))
 
-    def __getstate__(self) -> dict[str, Any]:
-        """What travels to another process: where and how to write, and nothing of a save under way."""
-        return {**vars(self), "_meter": None, "_goal": None}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, _meter=Meter("save", state["store"].url))
-
     def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None and checkpoint_id != "":
