@@ -2,16 +2,24 @@
 
 import os
 import signal
+from pathlib import Path
 
 import lightning.pytorch as pl
 import torch
+from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
-from milepost.integrations.lightning import MilepostCheckpointIO, MilepostFSDPStrategy, MilepostModelParallelStrategy
-from milepost.store import LocalStore
+import milepost
+from milepost.integrations.lightning import (
+    MilepostCheckpointIO,
+    MilepostFabricModelParallelStrategy,
+    MilepostFSDPStrategy,
+    MilepostModelParallelStrategy,
+)
+from milepost.store.local import LocalStore, LocalWriter
 
 GLOBAL_BATCH = 12
 STEPS = 6
@@ -66,41 +74,103 @@ def as_rank(rank, world):
     )  # fmt: skip
 
 
-def trainer_of(kind, world, folder, *, steps=STEPS, plugins=(), keep=None, **saving):
-    """A trainer for CPU ranks that saves every second step."""
+def trainer_of(kind, world, folder, *, steps=STEPS, **saving):
+    """A trainer for CPU ranks that saves every second step. Kinds in capitals save as Lightning does."""
+    plugins = []
     if kind == "ddp":
-        strategy, plugins = DDPStrategy(), [MilepostCheckpointIO(**saving), *plugins]
+        strategy, plugins = DDPStrategy(), [MilepostCheckpointIO(**saving)]
+    elif kind == "DDP":
+        strategy = DDPStrategy()
     elif kind == "fsdp":
         strategy = CPUFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, **saving)
-    elif kind == "lightning's own":
+    elif kind == "MODEL":
         strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     else:
         strategy = MilepostModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, **saving)
-    keep = keep or {"every_n_train_steps": 2, "save_top_k": -1}
     return pl.Trainer(
         accelerator="cpu",
         devices=world,
         strategy=strategy,
-        plugins=list(plugins),
-        callbacks=[ModelCheckpoint(dirpath=folder, **keep)],
+        plugins=plugins,
+        callbacks=[ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)],
         max_steps=steps,
         logger=False,
         use_distributed_sampler=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        log_every_n_steps=1,
     )
-
-
-def net_of(kind):
-    pl.seed_everything(1, verbose=False)
-    return Net() if kind in ("ddp", "fsdp") else ShardedNet()
 
 
 def train(rank, world, kind, folder, ckpt_path=None, **options):
     """Train, and give the loss of each step."""
     as_rank(rank, world)
-    net = net_of(kind)
+    pl.seed_everything(1, verbose=False)
+    net = ShardedNet() if kind.lower() == "model" else Net()
     trainer = trainer_of(kind, world, folder, **options)
     trainer.fit(net, DataLoader(range(100)), ckpt_path=ckpt_path)
     return net.losses
+
+
+def train_each(rank, world, jobs):
+    """Train several jobs one after the other, and give their losses by name."""
+    return {name: train(rank, world, *args, **options) for name, (args, options) in jobs.items()}
+
+
+def train_and_die(rank, world, kind, folder, victim, **options):
+    """Train; one rank is killed in the middle of writing its part of step 4."""
+    write = LocalWriter.write
+
+    def write_or_die(self, *args):
+        write(self, *args)
+        if rank == victim and "step=4" in str(self._path):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    LocalWriter.write = write_or_die
+    return train(rank, world, kind, folder, **options)
+
+
+def train_with_full_disk(rank, world, folder, **options):
+    """Train; rank 1 cannot write step 2. Gives the error, what is left, and the losses of a second try."""
+    writer = LocalStore.writer
+
+    def refuse(self, name, *args, **kwargs):
+        if rank == 1 and "step=2" in str(self.root):
+            raise OSError(28, "No space left on device")
+        return writer(self, name, *args, **kwargs)
+
+    LocalStore.writer = refuse
+    try:
+        train(rank, world, "model", folder, steps=4, **options)
+    except milepost.CheckpointError as error:
+        text = str(error)
+    LocalStore.writer = writer
+    whole = [path.name for path in Path(folder).glob("*.ckpt") if list(path.glob("manifest-*.json"))]
+    torch.distributed.barrier()
+    return text, whole, train(rank, world, "model", f"{folder}-again", **options)
+
+
+def use_fabric(rank, world, path, load):
+    """Train two steps with Fabric and save; or load, and train one more. Gives the last loss and what was left."""
+    as_rank(rank, world)
+    strategy = MilepostFabricModelParallelStrategy(_shard, data_parallel_size=world, tensor_parallel_size=1)
+    fabric = Fabric(accelerator="cpu", devices=world, strategy=strategy)
+    fabric.launch()
+    torch.manual_seed(3)
+    model = fabric.setup_module(torch.nn.Sequential(torch.nn.Linear(4, 12), torch.nn.Linear(12, 1)))
+    optimizer = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=0.1))
+    state = {"model": model, "optimizer": optimizer, "step": 0}
+    left = fabric.load(path, state) if load else {}
+    for step in range(state["step"], state["step"] + (1 if load else 3)):
+        if step == 2 and not load:
+            fabric.save(path, {**state, "step": step, "name": "two"})
+        loss = model(torch.full((2, 4), float(step + 1))).square().mean()
+        fabric.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item(), left
+
+
+def _shard(model, mesh):
+    for part in (*model, model):
+        fully_shard(part, mesh=mesh["data_parallel"])
+    return model
