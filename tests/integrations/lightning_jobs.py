@@ -1,5 +1,6 @@
 """Jobs of Lightning for tests: each function runs on one rank. The loss does not depend on the number of ranks."""
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -38,6 +39,7 @@ class Net(pl.LightningModule):
     def training_step(self, batch, index):
         chance = torch.Generator().manual_seed(self.global_step)
         x = torch.randn(GLOBAL_BATCH, 4, generator=chance)[self.trainer.global_rank :: self.trainer.world_size]
+        x = x.to(self.device)
         loss = (self.last(torch.tanh(self.first(x))) - x.sum(1, keepdim=True)).square().mean()
         self.losses[self.global_step] = self.trainer.strategy.reduce(loss.detach()).item()
         self.log("loss", self.losses[self.global_step])
@@ -55,6 +57,15 @@ class ShardedNet(Net):
             mesh = self.device_mesh["data_parallel"]
             for part in (self.first, self.last, self):
                 fully_shard(part, mesh=mesh)
+
+    def on_save_checkpoint(self, checkpoint):
+        checkpoint["average"] = {"first": self.first.weight.detach().clone(), "rank": self.global_rank}
+
+    def on_load_checkpoint(self, checkpoint):
+        self.loaded = checkpoint.get("average")
+
+    def test_step(self, batch, index):
+        self.log("size", sum(parameter.full_tensor().square().sum() for parameter in self.parameters()))
 
 
 class CPUFSDPStrategy(MilepostFSDPStrategy):
@@ -87,11 +98,15 @@ def trainer_of(kind, world, folder, *, steps=STEPS, **saving):
         strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     else:
         strategy = MilepostModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1, **saving)
+    return trainer_with(strategy, world, folder, steps, plugins)
+
+
+def trainer_with(strategy, world, folder, steps=STEPS, plugins=(), accelerator="cpu"):
     return pl.Trainer(
-        accelerator="cpu",
+        accelerator=accelerator,
         devices=world,
         strategy=strategy,
-        plugins=plugins,
+        plugins=list(plugins),
         callbacks=[ModelCheckpoint(dirpath=folder, filename="{step}", every_n_train_steps=2, save_top_k=-1)],
         max_steps=steps,
         logger=False,
@@ -149,6 +164,23 @@ def train_with_full_disk(rank, world, folder, **options):
     return text, whole, train(rank, world, "model", f"{folder}-again", **options)
 
 
+def train_on_gpu(kind, folder):
+    """Train on one GPU with the strategies as they are, then again from step 4. Prints the losses of both."""
+    found = []
+    for ckpt_path in (None, f"{folder}/step=4.ckpt"):
+        if kind == "fsdp":
+            strategy = MilepostFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, background="thread")
+        else:
+            strategy = MilepostModelParallelStrategy(background="thread")
+        pl.seed_everything(1, verbose=False)
+        net = Net() if kind == "fsdp" else ShardedNet()
+        trainer = trainer_with(strategy, 1, folder, accelerator="gpu")
+        trainer.fit(net, DataLoader(range(100)), ckpt_path=ckpt_path)
+        found.append(net.losses)
+        assert net.first.weight.device.type == "cuda"
+    print(json.dumps(found))
+
+
 def use_fabric(rank, world, path, load):
     """Train two steps with Fabric and save; or load, and train one more. Gives the last loss and what was left."""
     as_rank(rank, world)
@@ -174,3 +206,10 @@ def _shard(model, mesh):
     for part in (*model, model):
         fully_shard(part, mesh=mesh["data_parallel"])
     return model
+
+
+def evaluate(rank, world, path):
+    """Load for `trainer.test`, without optimizers. Gives the sum of squares of all parameters."""
+    as_rank(rank, world)
+    trainer = trainer_of("model", world, None)
+    return trainer.test(ShardedNet(), DataLoader(range(1)), ckpt_path=path, verbose=False)[0]["size"]

@@ -1,14 +1,20 @@
 """Lightning on real ranks: DDP, FSDP2 and FSDP1 go on after a kill, on another number of ranks, with the same loss."""
 
+import json
 import multiprocessing as mp
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 import milepost
 from tests.ranks import spawn, spawn_outcomes
 
 JOBS = "tests.integrations.lightning_jobs"
+ROOT = Path(__file__).parent.parent.parent
 STEP_4 = "step=4.ckpt"
 
 
@@ -55,6 +61,11 @@ def test_losses_go_on_over_other_ranks_and_strategies(tmp_path):
     assert state["global_step"] == 4
     assert state["hyper_parameters"] == {"width": 12, "lr": 0.05}
     assert {"callbacks", "loops", "lr_schedulers", "optimizer_states", "state_dict"} <= state.keys()
+    assert state["average"]["rank"] == 0, "of what is not sharded, rank 0's counts"
+    assert torch.equal(state["average"]["first"], state["state_dict"]["first.weight"]), "of shards, those of all"
+    size = sum(tensor.square().sum().item() for tensor in state["state_dict"].values())
+    step_4 = os.path.join(folders["model"], STEP_4)
+    assert spawn(3, on_rank, "evaluate", 3, step_4, timeout_s=300) == pytest.approx([size] * 3, rel=1e-5)
     assert list(state["optimizer_states"][0]["state"]) == list(state["state_dict"]), "by the names of the parameters"
 
 
@@ -105,3 +116,14 @@ def test_fabric_saves_and_loads_on_other_ranks(tmp_path):
     loaded = spawn(3, on_rank, "use_fabric", 3, path, True, timeout_s=300)
     assert [loss for loss, _ in loaded] == pytest.approx([saved[0][0]] * 3, rel=1e-5)
     assert [left for _, left in loaded] == [{"name": "two"}] * 3
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("kind", ["fsdp", "model"])
+def test_losses_go_on_on_a_gpu(tmp_path, kind):
+    code = f"from {JOBS} import train_on_gpu; train_on_gpu({kind!r}, {str(tmp_path)!r})"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, check=True)
+    whole, resumed = json.loads(done.stdout.splitlines()[-1])
+    assert resumed == {step: pytest.approx(whole[step], rel=1e-5) for step in ("4", "5")}

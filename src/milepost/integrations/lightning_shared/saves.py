@@ -1,8 +1,8 @@
 """The saves of one trainer, at once or in the background, and the removals that wait for them."""
 
+import contextlib
 import logging
 import os
-import shutil
 import sys
 import threading
 from collections.abc import Mapping
@@ -73,6 +73,8 @@ class TrainerSaves:
         self._plans = Plans()
         self._saver: milepost.AsyncSaver | None = None
         self._removals: Removals | None = None
+        self._handled: BaseException | None = None
+        """What the program was handling before it began to train: a `fit` may stand in an `except` block."""
 
     def save(self, state: Mapping[str, Any], path: Location) -> None:
         """Save, or begin to. Raises the error of an earlier save in the background; then nothing is saved."""
@@ -82,6 +84,7 @@ class TrainerSaves:
                 milepost.save(state, path, process_group=group, timeout_s=timeout_s, plans=self._plans, **self.options)
                 return
             if self._saver is None:
+                self._handled = sys.exception()
                 self._saver = milepost.AsyncSaver(
                     background=self._background, process_group=self._group, timeout_s=self._timeout_s
                 )
@@ -108,12 +111,12 @@ class TrainerSaves:
     def close(self) -> None:
         """Wait, and give memory and processes back; the next save makes them anew.
 
-        Raises the error of the last save. While another exception is handled, which that would hide, it is logged.
+        Raises the error of the last save. If another exception ends the training, which that would hide, it is logged.
         """
         saver, self._saver, self._removals = self._saver, None, None
         if saver is None:
             return
-        ending = sys.exception() is not None
+        ending = sys.exception() not in (None, self._handled)
         try:
             saver.close()
         except Exception as error:
@@ -164,8 +167,8 @@ def remove_durably(path: Path) -> None:
         _log.warning("%s is not a checkpoint of Milepost, so it is not removed. Delete it by hand", path)
         return
     remove_checkpoint(store)
-    if not any(found.is_file() for found in path.rglob("*")):
-        shutil.rmtree(path, ignore_errors=True)  # empty folders
+    with contextlib.suppress(OSError):  # something else is in it, such as an export
+        path.rmdir()
 
 
 def _remove_or_log(path: Path) -> None:
