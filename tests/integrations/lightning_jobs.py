@@ -1,8 +1,12 @@
 """Jobs of Lightning for tests: each function runs on one rank. The loss does not depend on the number of ranks."""
 
+import contextlib
+import io
 import json
 import os
+import runpy
 import signal
+import sys
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -24,6 +28,7 @@ from milepost.store.local import LocalStore, LocalWriter
 
 GLOBAL_BATCH = 12
 STEPS = 6
+EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_train.py"
 
 
 class Net(pl.LightningModule):
@@ -59,7 +64,8 @@ class ShardedNet(Net):
                 fully_shard(part, mesh=mesh)
 
     def on_save_checkpoint(self, checkpoint):
-        checkpoint["average"] = {"first": self.first.weight.detach().clone(), "rank": self.global_rank}
+        if isinstance(self.trainer.strategy, MilepostModelParallelStrategy):  # others would pickle one rank's shard
+            checkpoint["average"] = {"first": self.first.weight.detach().clone(), "rank": self.global_rank}
 
     def on_load_checkpoint(self, checkpoint):
         self.loaded = checkpoint.get("average")
@@ -213,3 +219,13 @@ def evaluate(rank, world, path):
     as_rank(rank, world)
     trainer = trainer_of("model", world, None)
     return trainer.test(ShardedNet(), DataLoader(range(1)), ckpt_path=path, verbose=False)[0]["size"]
+
+
+def run_example(rank, world, folder, steps):
+    """Run the example as torchrun would. Gives what it printed about the run."""
+    as_rank(rank, world)
+    sys.argv = [str(EXAMPLE), folder, f"--steps={steps}"]
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    return [line for line in printed.getvalue().splitlines() if line.startswith(("step ", "resuming"))]

@@ -214,7 +214,7 @@ def test_pickles_of_others_are_not_run(tmp_path):
     mark = tmp_path / "mark"
     torch.save({"state_dict": {}, "global_step": 1, "hyper_parameters": {"x": Attack(mark)}}, tmp_path / "evil.ckpt")
     assert ours.newest_checkpoint(tmp_path) == str(tmp_path / "evil.ckpt")
-    with pytest.raises(milepost.CheckpointError, match="hyper_parameters"):
+    with pytest.raises(milepost.UnsupportedFormat, match="hyper_parameters"):
         ours.MilepostCheckpointIO().load_checkpoint(tmp_path / "evil.ckpt")
     assert not mark.exists()
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing as mp
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -116,6 +117,15 @@ def test_fabric_saves_and_loads_on_other_ranks(tmp_path):
     loaded = spawn(3, on_rank, "use_fabric", 3, path, True, timeout_s=300)
     assert [loss for loss, _ in loaded] == pytest.approx([saved[0][0]] * 3, rel=1e-5)
     assert [left for _, left in loaded] == [{"name": "two"}] * 3
+
+
+@pytest.mark.timeout(600)
+def test_the_example_resumes_on_other_ranks(tmp_path):
+    first = spawn(2, on_rank, "run_example", 2, str(tmp_path / "run"), 6, timeout_s=300)[0]
+    shutil.rmtree(tmp_path / "run" / "step=6.ckpt")
+    resumed = spawn(3, on_rank, "run_example", 3, str(tmp_path / "run"), 6, timeout_s=300)[0]
+    assert len(first) == 6
+    assert resumed == ["resuming from step=4.ckpt", *first[4:]]
 
 
 @pytest.mark.gpu

@@ -124,6 +124,12 @@ def _tree(path: str, trusted: Trusted) -> dict[str, Any]:
             "whole checkpoint of the folder."
         )
         raise
+    except milepost.UnsupportedFormat as error:
+        error.add_note(
+            "If you trust this checkpoint, so much that code in it may run: `trainer.fit(..., weights_only=False)`, or "
+            "`save_options={'allow_pickle': True}`."
+        )
+        raise
     if not isinstance(tree, dict):
         raise milepost.UnsupportedFormat(f"{path} is not a checkpoint of a trainer: it holds a {type(tree).__name__}")
     return tree
