@@ -45,7 +45,7 @@ class Net(pl.LightningModule):
         loss = (self.layers(x) - x.sum(1, keepdim=True)).square().mean()
         mean = self.trainer.strategy.reduce(loss.detach())
         if self.trainer.is_global_zero:
-            print(f"step {self.global_step + 1}: loss {mean.item():.5f}", flush=True)
+            print(f"step {self.global_step + 1}: loss {mean.item():.3f}", flush=True)
         return loss
 
     def configure_optimizers(self) -> Any:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
 import milepost
 from tests.ranks import spawn, spawn_outcomes
@@ -117,6 +119,43 @@ def test_fabric_saves_and_loads_on_other_ranks(tmp_path):
     loaded = spawn(3, on_rank, "use_fabric", 3, path, True, timeout_s=300)
     assert [loss for loss, _ in loaded] == pytest.approx([saved[0][0]] * 3, rel=1e-5)
     assert [left for _, left in loaded] == [{"name": "two"}] * 3
+
+
+def odd_optimizers(rank, path, load):
+    """Two groups, a frozen parameter, one without a gradient, a second optimizer with another kind of state."""
+    from milepost.integrations.lightning_shared import parts, reading
+
+    torch.manual_seed(9 if load else 0)
+    model = torch.nn.Sequential()
+    for name in ("first", "frozen", "unused", "other"):
+        model.add_module(name, torch.nn.Linear(3, 5).requires_grad_(name != "frozen"))
+    fully_shard(model)
+    named = {name: list(part.parameters()) for name, part in model.named_children()}
+    groups = [{"params": named["first"] + named["frozen"]}, {"params": named["unused"], "lr": 0.5}]
+    adam = torch.optim.AdamW(groups, amsgrad=True)
+    sgd = torch.optim.SGD(named["other"], momentum=0.9)
+    keys = [("optimizer_states", 0), ("optimizer_states", 1)]
+    if load:
+        saved = reading.read_parts(path, reading.Trusted(), reading.trainer_parts)
+        owned = {key: (model, optimizer) for key, optimizer in zip(keys, (adam, sgd), strict=True)}
+        parts.fill(saved, {("state_dict",): model}, owned, parts.Filling(reading.Trusted()))
+    else:
+        for parameter in (*named["first"], *named["other"]):
+            parameter.grad = parameter.detach() * 2
+        for optimizer in (adam, sgd):
+            optimizer.step()
+        states = [parts.optimizer_state(model, optimizer) for optimizer in (adam, sgd)]
+        milepost.save({"state_dict": parts.model_state(model), "optimizer_states": states}, path)
+    found = [model.state_dict(), adam.state_dict(), sgd.state_dict()]
+    return torch.utils._pytree.tree_map_only(DTensor, DTensor.full_tensor, found)
+
+
+def test_optimizers_come_back_as_they_were(tmp_path):
+    saved, *_ = spawn(2, odd_optimizers, str(tmp_path), False)
+    for loaded in spawn(3, odd_optimizers, str(tmp_path), True):
+        assert str(loaded) == str(saved)
+        torch.testing.assert_close(loaded, saved, rtol=0, atol=0)
+    assert sorted(saved[1]["state"]) == [0, 1], "the frozen ones and the unused ones have no state"
 
 
 @pytest.mark.timeout(600)
