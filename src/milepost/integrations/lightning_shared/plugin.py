@@ -1,7 +1,6 @@
 """What a `CheckpointIO` of Lightning does with Milepost: one process saves, each process loads all of it."""
 
 import os
-from pathlib import Path
 from typing import Any
 
 import milepost
@@ -9,7 +8,7 @@ from milepost.background.engine import Background
 from milepost.comm import TIMEOUT_S
 from milepost.integrations.lightning_shared.parts import device_of
 from milepost.integrations.lightning_shared.reading import Trusted, read_state, to_device
-from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way
+from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way, folder_of
 from milepost.saving.options import SaveSettings
 
 
@@ -32,8 +31,9 @@ class WholeCheckpoints:
             raise milepost.InvalidRequest(
                 f"{type(self).__name__} has no storage_options: pass the options of milepost.save as save_options"
             )
-        clear_the_way(Path(os.fspath(path)))
-        self._saves.save(checkpoint, os.fspath(path))
+        where = folder_of(path)
+        clear_the_way(where)
+        self._saves.save(checkpoint, where)
 
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
@@ -42,7 +42,7 @@ class WholeCheckpoints:
         self._saves.join()
         options = self._saves.options
         pickles = weights_only is False or options.get("allow_pickle", False)
-        state = read_state(os.path.realpath(path), Trusted(tuple(options.get("types", ())), pickles))
+        state = read_state(os.path.realpath(folder_of(path)), Trusted(tuple(options.get("types", ())), pickles))
         if map_location is not None:
             to_device(state, device_of(map_location))
         return state

@@ -1,8 +1,9 @@
 """Reading checkpoints of trainers: those of Milepost, and those that Lightning wrote itself. Nothing in them is run."""
 
+import contextlib
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,28 +57,28 @@ def trainer_parts(tree: Mapping[str, Any]) -> tuple[Sequence[Keys], Sequence[Key
 
 def read_state(path: str, trusted: Trusted) -> dict[str, Any]:
     """The whole checkpoint as the trainer knows it, with tensors on the CPU. Raises CheckpointNotFound."""
-    tree = _tree(path, trusted)
-    if not _is_lightnings(path):
-        return {key: _read(value) for key, value in tree.items()}
-    models, optimizers = trainer_parts(tree)
-    found = {MODEL: _at(tree, models[0]), OPTIMIZERS: [_at(tree, keys) for keys in optimizers], **_meta(path, trusted)}
-    if not optimizers:
-        del found[OPTIMIZERS]
-    return {key: _read(value) for key, value in found.items()}
+    with _opened(path, trusted) as (tree, meta):
+        if meta is None:
+            return {key: _read(value) for key, value in tree.items()}
+        models, optimizers = trainer_parts(tree)
+        found = {MODEL: _at(tree, models[0]), OPTIMIZERS: [_at(tree, keys) for keys in optimizers], **meta}
+        if not optimizers:
+            del found[OPTIMIZERS]
+        return {key: _read(value) for key, value in found.items()}
 
 
 def read_parts(path: str, trusted: Trusted, find: FindParts) -> SavedParts:
     """What there is to load into models and optimizers, and the rest, read. Raises CheckpointNotFound."""
-    tree = _tree(path, trusted)
-    models, optimizers = find(tree)
-    taken = {keys[0] for keys in (*models, *optimizers)} | {OPTIMIZERS}
-    rest = {key: value for key, value in tree.items() if key not in taken}
-    return SavedParts(
-        path=path,
-        models={keys: frozenset(_at(tree, keys)) for keys in models},
-        optimizers={keys: _outline(_at(tree, keys)) for keys in optimizers},
-        rest={key: _read(value) for key, value in {**rest, **_meta(path, trusted)}.items()},
-    )
+    with _opened(path, trusted) as (tree, meta):
+        models, optimizers = find(tree)
+        taken = {keys[0] for keys in (*models, *optimizers)} | {OPTIMIZERS}
+        rest = {key: value for key, value in tree.items() if key not in taken}
+        return SavedParts(
+            path=path,
+            models={keys: frozenset(_at(tree, keys)) for keys in models},
+            optimizers={keys: _outline(_at(tree, keys)) for keys in optimizers},
+            rest={key: _read(value) for key, value in {**rest, **(meta or {})}.items()},
+        )
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
@@ -105,19 +106,36 @@ def _entries(root: Path) -> Iterable[Path]:
 
 def _step_of(path: Path) -> int | None:
     try:
-        with milepost.open(path) as checkpoint:
-            found = checkpoint[STEP] if STEP in checkpoint else _meta(str(path), Trusted()).get(STEP)
+        with milepost.open(path / META if _is_lightnings(path) else path) as checkpoint:
+            found = checkpoint.get(STEP)
     except (milepost.CheckpointNotFound, milepost.UnsupportedFormat) as error:
         _log.info("%s holds no checkpoint: %s", path, error)
         return None
     return found if isinstance(found, int) else None
 
 
-def _tree(path: str, trusted: Trusted) -> dict[str, Any]:
-    """The state with lazy tensors. Raises CheckpointNotFound, with a way out for what a killed save left."""
-    try:
-        with milepost.open(path, types=trusted.types, allow_pickle=trusted.allow_pickle) as checkpoint:
+@contextlib.contextmanager
+def _opened(path: str, trusted: Trusted) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+    """The state with lazy tensors; and, from a folder of Lightning's strategies, what they keep beside the shards."""
+    with _advising():
+        checkpoint = milepost.open(path, types=trusted.types, allow_pickle=trusted.allow_pickle)
+    with checkpoint:
+        with _advising():
             tree = checkpoint.tree()
+        if not isinstance(tree, dict):
+            raise milepost.UnsupportedFormat(f"{path} is no checkpoint of a trainer: it holds a {type(tree).__name__}")
+        if not _is_lightnings(path):
+            yield tree, None
+            return
+        with _opened(os.path.join(path, META), trusted) as (meta, _):
+            yield tree, meta
+
+
+@contextlib.contextmanager
+def _advising() -> Iterator[None]:
+    """Add to errors what to do in Lightning."""
+    try:
+        yield
     except milepost.CheckpointNotFound as error:
         error.add_note(
             "If a save was killed there, `milepost.integrations.lightning.newest_checkpoint(folder)` finds the newest "
@@ -130,17 +148,9 @@ def _tree(path: str, trusted: Trusted) -> dict[str, Any]:
             "`save_options={'allow_pickle': True}`."
         )
         raise
-    if not isinstance(tree, dict):
-        raise milepost.UnsupportedFormat(f"{path} is not a checkpoint of a trainer: it holds a {type(tree).__name__}")
-    return tree
 
 
-def _meta(path: str, trusted: Trusted) -> dict[str, Any]:
-    """What Lightning's strategies keep beside the shards, if this is one of their folders."""
-    return _tree(os.path.join(path, META), trusted) if _is_lightnings(path) else {}
-
-
-def _is_lightnings(path: str) -> bool:
+def _is_lightnings(path: str | Path) -> bool:
     """Whether Lightning wrote this folder of shards, and Milepost has not saved over it since."""
     where = Path(path)
     return (where / META).is_file() and (where / ".metadata").is_file()

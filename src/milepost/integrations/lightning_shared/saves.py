@@ -17,7 +17,7 @@ from milepost.commit.removal import remove_checkpoint
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
 from milepost.saving.options import SAVE_SETTINGS, SaveSettings, one_of
-from milepost.store import Location, store_at
+from milepost.store import LocalStore, Location, store_at
 
 _log = logging.getLogger("milepost")
 ASIDE = ".before-milepost.ckpt"
@@ -97,7 +97,7 @@ class TrainerSaves:
 
     def remove(self, path: Location) -> None:
         """Remove a checkpoint: after the save under way, if there is one, is committed. If that fails, it stays."""
-        where = Path(os.fsdecode(path))  # type: ignore[arg-type]  # Lightning hands over paths
+        where = folder_of(path)
         if self._saver is not None and self._saver.busy and self._removals is not None:
             self._removals.add(where)
         else:
@@ -137,6 +137,14 @@ def checked_options(options: SaveSettings | None) -> SaveSettings:
     check_values(given)
     checked: SaveSettings = options or {}
     return checked
+
+
+def folder_of(path: Location) -> Path:
+    """The folder that a path or a file URL names. Raises InvalidRequest for other places."""
+    store = store_at(path)
+    if not isinstance(store, LocalStore):
+        raise milepost.InvalidRequest(f"{path!r}: Lightning's checkpoints are in folders, so pass a path")
+    return store.root
 
 
 def clear_the_way(path: Path) -> None:

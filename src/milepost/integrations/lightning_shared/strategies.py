@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.nn import Module
@@ -22,7 +21,7 @@ from milepost.integrations.lightning_shared.reading import (
     read_parts,
     trainer_parts,
 )
-from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way
+from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way, folder_of
 from milepost.saving.options import SaveSettings
 
 T = TypeVar("T")
@@ -55,9 +54,9 @@ class SavesShards:
             )
 
         def prepare() -> str:
-            where = str(os.fspath(path))
-            clear_the_way(Path(where))
-            return where
+            where = folder_of(path)
+            clear_the_way(where)
+            return str(where)
 
         where = self._by_rank_0(prepare)
         self._saves.save(part_of_rank(state, shared, self.global_rank), where)
@@ -65,7 +64,8 @@ class SavesShards:
     def read_parts(self, path: Any, find: FindParts, weights_only: bool | None) -> SavedParts:
         """What rank 0 finds at its path, on every rank."""
         self._saves.join()
-        return self._by_rank_0(lambda: read_parts(os.path.realpath(path), self.trusted(weights_only), find))
+        trusted = self.trusted(weights_only)
+        return self._by_rank_0(lambda: read_parts(os.path.realpath(folder_of(path)), trusted, find))
 
     def trusted(self, weights_only: bool | None) -> Trusted:
         """What may be made while reading; `weights_only=False` is the user's word that pickles may be run."""
