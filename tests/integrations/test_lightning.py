@@ -133,14 +133,19 @@ def test_removal_waits_for_the_save_that_replaces(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["new.ckpt"]
 
 
-def test_removal_does_not_happen_if_the_save_fails(tmp_path, monkeypatch):
+@pytest.mark.parametrize("early", [False, True])
+def test_removal_does_not_happen_if_the_save_fails(tmp_path, monkeypatch, early):
     old, new = tmp_path / "old.ckpt", tmp_path / "new.ckpt"
     io = ours.MilepostCheckpointIO(background="thread")
     io.save_checkpoint({"w": torch.ones(3), "global_step": 1}, old)
     io.teardown()
     gate = Gate(monkeypatch)
     gate.fails = True
+    if early:
+        gate.open.set()
     io.save_checkpoint({"w": torch.ones(3), "global_step": 2}, new)
+    if early:
+        io._saves.join()  # it has failed before the removal is asked for
     io.remove_checkpoint(old)
     gate.open.set()
     with pytest.raises(milepost.StorageError, match="No space left"):

@@ -37,7 +37,7 @@ class Removals:
         self._lock, self._waiting, self._committed = threading.Lock(), list[Path](), False
 
     def add(self, path: Path) -> None:
-        """Remove this after the commit; now, if that has happened."""
+        """Remove this after the commit: now, if that has happened; never, if it does not happen."""
         with self._lock:
             if not self._committed:
                 self._waiting.append(path)
@@ -96,9 +96,12 @@ class TrainerSaves:
             raise
 
     def remove(self, path: Location) -> None:
-        """Remove a checkpoint: after the save under way, if there is one, is committed. If that fails, it stays."""
+        """Remove a checkpoint once the last save in the background, if there is one, is committed.
+
+        If that fails, or has failed already, it stays: it may be all that there is.
+        """
         where = folder_of(path)
-        if self._saver is not None and self._saver.busy and self._removals is not None:
+        if self._removals is not None:
             self._removals.add(where)
         else:
             remove_durably(where)
