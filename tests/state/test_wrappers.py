@@ -125,6 +125,20 @@ def check_optimizer(folder):
     assert all(torch.allclose(tensor, torch.tensor(0.1)) for tensor in found), "the average of gradients of 1"
 
 
+def tiny_on_rank(rank, folder):
+    module = fsdp(nn.Linear(4, 1))
+    with FullyShardedDataParallel.state_dict_type(module, StateDictType.SHARDED_STATE_DICT):
+        state = module.state_dict()
+    shards = len(state["bias"].local_shards())
+    milepost.save({"m": state}, folder)
+    milepost.load({"m": state}, folder)
+    return shards
+
+
+def test_ranks_without_a_shard_of_fsdp1_load(tmp_path):
+    assert spawn(2, tiny_on_rank, str(tmp_path)) == [1, 0], "the bias has one element"
+
+
 def holds(module, seed):
     expected = model(seed).state_dict()
     return all(torch.equal(tensor, expected[key]) for key, tensor in module.state_dict().items())

@@ -25,6 +25,7 @@ from milepost.state.tensors import (
     Part,
     Sharers,
     dtype_name,
+    is_sharded_tensor,
     materialise,
     memory_of,
     new_saved,
@@ -192,6 +193,8 @@ def _window(part: Part, box: Box) -> torch.Tensor:
 
 def has_no_memory(leaf: Any) -> bool:
     """Whether a leaf is a tensor or array that nothing can be read into: torch knows no steps backwards."""
+    if is_sharded_tensor(leaf):
+        return any(shard.tensor.is_meta for shard in leaf.local_shards())  # a rank may have none, or several
     if isinstance(leaf, torch.Tensor):
         return leaf.is_meta
     return isinstance(leaf, np.ndarray) and (not leaf.flags.writeable or min(leaf.strides, default=0) < 0)
