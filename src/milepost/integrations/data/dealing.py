@@ -61,12 +61,11 @@ def left(todo: Order, stretch: Stretch) -> Order:
 class Unit:
     """What is left of one shard of a stream, or every `step`-th example of it.
 
-    `state`: where to begin, as the dataset's own `state_dict` says it, or None for the start of the shard. From there,
-    `skip` examples are passed over, one is taken, `step - 1` are passed over, one is taken, and so on.
+    From the start of the shard, `skip` examples are passed over, one is taken, `step - 1` are passed over, one is
+    taken, and so on.
     """
 
     shard: int
-    state: Any = None
     skip: int = 0
     step: int = 1
 
@@ -74,9 +73,9 @@ class Unit:
         """Units that together hold exactly the examples of this one. Each has to read the whole shard."""
         return [replace(self, skip=self.skip + way * self.step, step=self.step * ways) for way in range(ways)]
 
-    def packed(self) -> list[Any]:
+    def packed(self) -> list[int]:
         """As plain values."""
-        return [self.shard, self.state, self.skip, self.step]
+        return [self.shard, self.skip, self.step]
 
 
 def deal_units(units: Sequence[Unit], world: int) -> list[list[Unit]]:

@@ -1,5 +1,11 @@
-"""Positions in streams: Hugging Face streaming datasets, shard by shard, so that any rank can take over any shard."""
+"""Positions in streams: Hugging Face streaming datasets, shard by shard, so that any rank can take over any shard.
 
+A position is a number of examples of a shard. It is not the `state_dict` of the dataset: with `datasets` 4.7, resuming
+from that one skips examples after a `map` or `filter` over Arrow data. So a shard that was read in part is read from
+its start again, and what was given already is passed over.
+"""
+
+import hashlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -9,8 +15,6 @@ from torch.utils.data import IterableDataset, get_worker_info
 from milepost.errors import InvalidState
 from milepost.integrations.data.dealing import Unit, deal_units, one_of_each
 
-_TABLES = ("arrow", "pandas", "polars")
-
 
 def split_dataset_by_node(
     dataset: Any, rank: int, world_size: int, *, shuffle_shards: bool = False, seed: int = 0
@@ -19,7 +23,7 @@ def split_dataset_by_node(
 
     Use it where you would use the function of this name in `datasets`. Each rank reads whole shards; those that do not
     divide evenly are read by all ranks, each taking every `world_size`-th example. With `shuffle_shards`, each epoch
-    (`set_epoch`) has another order of shards. Raises InvalidState for what has no exact position: a shuffle buffer.
+    (`set_epoch`) has another order of shards. Steps of the dataset that draw random numbers need a `seed`.
     """
     return ShardStream(dataset, rank, world_size, shuffle_shards=shuffle_shards, seed=seed)
 
@@ -30,7 +34,7 @@ class ShardStream(IterableDataset[Any]):
     def __init__(
         self, dataset: Any, rank: int, world_size: int, *, shuffle_shards: bool = False, seed: int = 0
     ) -> None:
-        _check_exact(dataset)
+        _check_kind(dataset)
         if not 0 <= rank < world_size:
             raise InvalidState(f"rank {rank} is not one of {world_size} ranks")
         self.rank, self.world_size = rank, world_size
@@ -41,7 +45,6 @@ class ShardStream(IterableDataset[Any]):
         self._rest: tuple[int, list[Unit]] | None = None
         self._over: int | None = None
         self._place: dict[str, Any] | None = None
-        self._open: Any = None
 
     @property
     def epoch(self) -> int:
@@ -57,8 +60,14 @@ class ShardStream(IterableDataset[Any]):
         """Of the whole dataset."""
         return int(self._dataset.num_shards)
 
+    def order(self) -> str:
+        """A digest of what the order of examples depends on besides the files: equal digests, equal orders."""
+        steps = _steps(self._dataset._ex_iterable)  # noqa: SLF001
+        drawn = [g.bit_generator.state for g in (getattr(step, "generator", None) for step in steps) if g is not None]
+        return hashlib.sha256(repr([self._shuffle, self._seed, drawn]).encode()).hexdigest()[:16]
+
     def __iter__(self) -> Iterator[Any]:
-        self._open, self._place = None, self._start()
+        self._place = self._start()
         return self._read(self._place, _worker()[0])
 
     def _start(self) -> dict[str, Any]:
@@ -75,18 +84,17 @@ class ShardStream(IterableDataset[Any]):
         self._over = None
         for unit in units[worker :: _worker()[1]]:
             yield from self._read_unit(unit, place)
-            self._open, place["unit"] = None, None
+            place["unit"] = None
             place["done"] += 1
         place["ended"] = True
 
     def _read_unit(self, unit: Unit, place: dict[str, Any]) -> Iterator[Any]:
         shard = self._dataset.shard(self.num_shards, unit.shard)
-        if unit.state is not None:
-            shard.load_state_dict(unit.state)
+        shard.set_epoch(place["epoch"])
         # Not `iter(shard)`: in a worker that would give this one shard to one of the workers only.
         for number, batch in enumerate(shard.iter(batch_size=1)):
             if number >= unit.skip and (number - unit.skip) % unit.step == 0:
-                self._open, place["unit"] = shard, [unit.shard, None, unit.step - 1, unit.step]
+                place["unit"] = [unit.shard, number + unit.step, unit.step]
                 yield {name: column[0] for name, column in batch.items()} if isinstance(batch, dict) else batch
 
     def units(self, place: dict[str, Any]) -> list[Unit]:
@@ -109,11 +117,7 @@ class ShardStream(IterableDataset[Any]):
 
     def state_dict(self) -> dict[str, Any]:
         """How far this process has read its units. Torchdata collects it from its workers."""
-        place = self._place or self._start()
-        unit = place["unit"]
-        if unit is not None:
-            unit = [unit[0], self._open.state_dict(), *unit[2:]]
-        return {**place, "unit": unit}
+        return dict(self._place or self._start())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Not the way: a position is loaded by `Loader`, for all ranks and workers together."""
@@ -126,7 +130,7 @@ class ShardStream(IterableDataset[Any]):
         self._rest = None if units is None else (epoch, units)
         waiting = torch.full((max(workers, 1),), units is not None, dtype=torch.bool, device="cpu")
         self._waiting = _shared(waiting)
-        self._place, self._open = None, None
+        self._place = None
         self._over = epoch if over else None
 
     def is_over(self) -> bool:
@@ -159,6 +163,7 @@ class ShardPosition:
         return {
             "kind": "shards",
             "shards": stream.num_shards,
+            "order": stream.order(),
             "epoch": stream.epoch,
             "world": stream.world_size,
             "rank": stream.rank,
@@ -202,6 +207,12 @@ class ShardPosition:
                 f"the dataset had {record['shards']} shards when its position was saved, and has "
                 f"{self._stream.num_shards} now, so the rest of the epoch is not defined. Load it with the same files."
             )
+        if record["order"] != self._stream.order() and record["begun"] and not record["finished"]:
+            raise InvalidState(
+                "the examples came in another random order when the position of the stream was saved, so the rest of "
+                "the epoch is not defined. Give a seed, the same on all ranks and in all runs, to each step that draws "
+                "random numbers (`.shuffle(seed=...)`, `interleave_datasets(..., seed=...)`, `split_dataset_by_node`)."
+            )
 
     def fits(self, record: Any) -> bool:
         """Whether this rank goes on from its own record."""
@@ -238,31 +249,17 @@ def _worker() -> tuple[int, int]:
     return (info.id, info.num_workers) if info is not None else (0, 1)
 
 
-def _check_exact(dataset: Any) -> None:
-    """Refuse what cannot be read on from where it was, to the example."""
+def _check_kind(dataset: Any) -> None:
+    """Refuse what is not a whole stream of shards."""
     if not hasattr(dataset, "_ex_iterable") or not hasattr(dataset, "shard"):
         raise InvalidState(
             f"split_dataset_by_node takes a Hugging Face IterableDataset (load_dataset(..., streaming=True)), not "
             f"{type(dataset).__name__}. For a map-style dataset, use a StatefulDataLoader with a DistributedSampler."
         )
-    if dataset._distributed:  # noqa: SLF001  # `datasets` shows these nowhere else
+    if dataset._distributed:  # noqa: SLF001  # `datasets` shows it nowhere else
         raise InvalidState(
             "this dataset was split by the function of `datasets` already, and a rank cannot take over what another "
             "one left of it. Give `milepost.integrations.data.split_dataset_by_node` the dataset before the split."
-        )
-    steps = list(_steps(dataset._ex_iterable))  # noqa: SLF001
-    if any(type(step).__name__ == "BufferShuffledExamplesIterable" for step in steps):
-        raise InvalidState(
-            "this dataset shuffles through a buffer, and `datasets` loses what is in the buffer when it resumes: "
-            "samples would be skipped. Leave `.shuffle()` out, and use `shuffle_shards=True` for another order of "
-            "shards in each epoch; shuffle within the shards when you write them."
-        )
-    formatting = dataset._formatting  # noqa: SLF001
-    tables = formatting is not None and formatting.format_type in _TABLES
-    if tables and any(getattr(step, "batched", False) for step in steps):
-        raise InvalidState(
-            "this dataset has a batched `.map()` and gives tables: `datasets` may skip a batch when it resumes there. "
-            "Use another format, or a `.map()` that is not batched."
         )
 
 
