@@ -7,6 +7,7 @@ from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
+from milepost.formats.read.deepspeed import is_deepspeed, read_deepspeed
 from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
@@ -33,6 +34,8 @@ def _read_folder(store: Store) -> ForeignState | None:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     if INDEX in indices or len(indices) == 1:
         return read_folder(store, INDEX if INDEX in indices else indices[0])
+    if is_deepspeed(names):
+        return read_deepspeed(store, names | set(islice(store.list("zero/"), _MAX_NAMES)))
     files = [name for name in names if name.endswith(".safetensors")]
     if not files and any(name.endswith(".distcp") for name in names):
         raise CheckpointNotFound(f"there is no checkpoint at {store.url}: a save of DCP that never finished left data")
