@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 import milepost
 from milepost.integrations.data import Loader, split_dataset_by_node
-from milepost.integrations.data.dealing import Stretch, Unit, deal_units, left, share
+from milepost.integrations.data.dealing import ShardRest, Stretch, deal_units, left, share
 from milepost.testing import run_ranks
 from tests.trainers import Job
 
@@ -335,11 +335,11 @@ def test_an_order_that_nobody_can_repeat_is_refused(tmp_path):
 
 
 def test_units_split_without_loss():
-    unit = Unit(0, 3, 2)
+    unit = ShardRest(0, 3, 2)
     wanted = list(range(100))[unit.skip :: unit.step]
     parts = [list(range(100))[p.skip :: p.step] for split in unit.split(3) for p in split.split(2)]
     assert sorted(flat(parts)) == wanted
-    assert [len(part) for part in deal_units([Unit(shard) for shard in range(10)], 4)] == [4] * 4
+    assert [len(part) for part in deal_units([ShardRest(shard) for shard in range(10)], 4)] == [4] * 4
 
 
 class OwnSampler(DistributedSampler):

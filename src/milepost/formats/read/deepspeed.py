@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from typing import Any
 
 import xxhash
@@ -19,7 +20,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB
 from milepost.core.tree import Path
 from milepost.data.read import read_small
-from milepost.errors import CheckpointDamaged, CheckpointNotFound, UnsupportedFormat
+from milepost.errors import CheckpointDamaged, UnsupportedFormat
 from milepost.formats.read.archive import Archive, Window
 from milepost.formats.read.content import Strided, order_of, read_content
 from milepost.formats.read.spots import BackingStorage, Spot, spot_of
@@ -34,9 +35,10 @@ from milepost.formats.read.virtual import (
     rescue_from_file,
 )
 from milepost.store import Store
-from milepost.store.base import check_name
 
-LATEST = "latest"
+_LATEST = ("latest", "latest_universal")
+_STEP = re.compile(r"[\w.-]*[\w-][\w.-]*")
+_MAX_NAMES = 1_000_000
 _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})(?:_[0-9]+)?_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
 _UNIVERSAL = "zero/"
@@ -45,31 +47,34 @@ _CONVERT = "DeepSpeed's own ds_to_universal makes a universal folder of it, whic
 
 
 def is_deepspeed(names: set[str]) -> bool:
-    """Whether these are the names of a folder of DeepSpeed: of one step, or of several with the file `latest`."""
-    return any(map(_MODEL.fullmatch, names)) or (LATEST in names and not any("." in name for name in names - _SCRIPTS))
+    """Whether these are the names of one step of DeepSpeed."""
+    return any(map(_MODEL.fullmatch, names))
 
 
-_SCRIPTS = {"zero_to_fp32.py", "zero_to_torch.py"}
-
-
-def read_deepspeed(store: Store, names: set[str]) -> ForeignState:
+def read_deepspeed(store: Store, names: set[str]) -> ForeignState | None:
     """The state that DeepSpeed saved: `module` in full precision, `optimizer` by name, and what the user added.
 
-    Raises UnsupportedFormat for model parallelism, CheckpointDamaged for parts that do not fit together.
+    `names`: those at the top of the folder, of one step, or of a run, in which `latest` names the step. None for other
+    folders. Raises UnsupportedFormat for model parallelism, CheckpointDamaged for parts that do not fit together.
     """
-    inside, prefix = names, ""
-    if not any(map(_MODEL.fullmatch, names)):
-        step = read_small(store.reader(LATEST), f"{store.url}/{LATEST}", 4 * KIB).decode(errors="replace").strip()
-        prefix = f"{step}/"
-        check_name(f"{prefix}x")
-        inside = {name.removeprefix(prefix) for name in store.list(prefix)}
-        if not any(map(_MODEL.fullmatch, inside)):
-            raise CheckpointNotFound(
-                f"there is no checkpoint at {store.url}: {LATEST!r} names {step[:200]!r}, which holds no model states"
-            )
+    prefix = "" if is_deepspeed(names) else _latest(store, names)
+    if prefix is None:
+        return None
+    inside = {name.removeprefix(prefix) for name in islice(store.list(prefix), _MAX_NAMES)}
+    if not is_deepspeed(inside):
+        return None
     folder = _Folder(store, prefix, inside)
     with contextlib.closing(folder):
         return folder.read()
+
+
+def _latest(store: Store, names: set[str]) -> str | None:
+    """The folder of the newest step of a run, with a slash, or None."""
+    pointer = next((name for name in _LATEST if name in names), None)
+    if pointer is None:
+        return None
+    step = read_small(store.reader(pointer), f"{store.url}/{pointer}", 4 * KIB).decode(errors="replace").strip()
+    return f"{step}/" if _STEP.fullmatch(step) else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +184,7 @@ class _Folder:
             raise CheckpointDamaged(f"{self.where} lacks parts of ZeRO: it has those of ranks {[r for r, _ in parts]}")
         before = len(self._files)
         saved = [self._open(name) for _, name in parts]
-        states = [part.get("optimizer_state_dict") if isinstance(part, dict) else None for part in saved]
+        states: list[Any] = [part.get("optimizer_state_dict") if isinstance(part, dict) else None for part in saved]
         if not all(isinstance(state, dict) for state in states):
             raise UnsupportedFormat(f"{self.where}/{parts[0][1]} holds no optimizer as ZeRO saves it")
         count = states[0].get("partition_count")

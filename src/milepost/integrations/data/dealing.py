@@ -58,7 +58,7 @@ def left(todo: Order, stretch: Stretch) -> Order:
 
 
 @dataclass(frozen=True, slots=True)
-class Unit:
+class ShardRest:
     """What is left of one shard of a stream, or every `step`-th example of it.
 
     From the start of the shard, `skip` examples are passed over, one is taken, `step - 1` are passed over, one is
@@ -69,7 +69,7 @@ class Unit:
     skip: int = 0
     step: int = 1
 
-    def split(self, ways: int) -> list["Unit"]:
+    def split(self, ways: int) -> list["ShardRest"]:
         """Units that together hold exactly the examples of this one. Each has to read the whole shard."""
         return [replace(self, skip=self.skip + way * self.step, step=self.step * ways) for way in range(ways)]
 
@@ -78,7 +78,7 @@ class Unit:
         return [self.shard, self.skip, self.step]
 
 
-def deal_units(units: Sequence[Unit], world: int) -> list[list[Unit]]:
+def deal_units(units: Sequence[ShardRest], world: int) -> list[list[ShardRest]]:
     """The units of each rank. Those that do not divide evenly are split: each rank takes every `world`-th example."""
     whole = len(units) // world * world
     dealt = [list(units[rank:whole:world]) for rank in range(world)]

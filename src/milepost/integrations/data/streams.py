@@ -13,7 +13,7 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from milepost.errors import InvalidState
-from milepost.integrations.data.dealing import Unit, deal_units, one_of_each
+from milepost.integrations.data.dealing import ShardRest, deal_units, one_of_each
 
 
 def split_dataset_by_node(
@@ -42,7 +42,7 @@ class ShardStream(IterableDataset[Any]):
         # Shared memory: workers that live on must see the epoch, and whoever has begun the rest says so, to all.
         self._epoch = _shared(torch.zeros(1, dtype=torch.int64, device="cpu"))
         self._waiting = _shared(torch.zeros(1, dtype=torch.bool, device="cpu"))
-        self._rest: tuple[int, list[Unit]] | None = None
+        self._rest: tuple[int, list[ShardRest]] | None = None
         self._over: int | None = None
         self._place: dict[str, Any] | None = None
 
@@ -88,7 +88,7 @@ class ShardStream(IterableDataset[Any]):
             place["done"] += 1
         place["ended"] = True
 
-    def _read_unit(self, unit: Unit, place: dict[str, Any]) -> Iterator[Any]:
+    def _read_unit(self, unit: ShardRest, place: dict[str, Any]) -> Iterator[Any]:
         shard = self._dataset.shard(self.num_shards, unit.shard)
         shard.set_epoch(place["epoch"])
         # Not `iter(shard)`: in a worker that would give this one shard to one of the workers only.
@@ -97,7 +97,7 @@ class ShardStream(IterableDataset[Any]):
                 place["unit"] = [unit.shard, number + unit.step, unit.step]
                 yield {name: column[0] for name, column in batch.items()} if isinstance(batch, dict) else batch
 
-    def units(self, place: dict[str, Any]) -> list[Unit]:
+    def units(self, place: dict[str, Any]) -> list[ShardRest]:
         """All units of this rank in an iteration."""
         if place["rest"]:
             assert self._rest is not None
@@ -113,7 +113,7 @@ class ShardStream(IterableDataset[Any]):
         if self._shuffle:
             generator = torch.Generator(device="cpu").manual_seed(self._seed + place["epoch"])
             order = torch.randperm(self.num_shards, generator=generator, dtype=torch.int64, device="cpu").tolist()
-        return deal_units([Unit(shard) for shard in order], self.world_size)[self.rank]
+        return deal_units([ShardRest(shard) for shard in order], self.world_size)[self.rank]
 
     def state_dict(self) -> dict[str, Any]:
         """How far this process has read its units. Torchdata collects it from its workers."""
@@ -124,7 +124,7 @@ class ShardStream(IterableDataset[Any]):
         del state_dict
         raise InvalidState("load the position of a stream with `milepost.integrations.data.Loader`, not by itself")
 
-    def go_on(self, epoch: int, units: list[Unit] | None, workers: int, *, over: bool) -> None:
+    def go_on(self, epoch: int, units: list[ShardRest] | None, workers: int, *, over: bool) -> None:
         """Let the next iteration of each worker read these units, and whole epochs after that."""
         self.set_epoch(epoch)
         self._rest = None if units is None else (epoch, units)
@@ -159,7 +159,7 @@ class ShardPosition:
         units, begun = [], any(place["begun"] or place["rest"] for place in places)
         for number, place in enumerate(places):
             mine = stream.units(place)[number :: len(places)][place["done"] :]
-            units += [Unit(*place["unit"]), *mine[1:]] if place["unit"] is not None else mine
+            units += [ShardRest(*place["unit"]), *mine[1:]] if place["unit"] is not None else mine
         return {
             "kind": "shards",
             "shards": stream.num_shards,
@@ -192,7 +192,7 @@ class ShardPosition:
             self._loader.load_state_dict({})  # whatever was being iterated is given up
             workers = self._loader.num_workers
         rest = record["begun"] and not record["finished"]
-        units = [Unit(*unit) for unit in record["units"]] if rest else None
+        units = [ShardRest(*unit) for unit in record["units"]] if rest else None
         self._stream.go_on(record["epoch"], units, workers, over=record["finished"])
 
     def check(self, record: Any) -> None:
@@ -225,7 +225,7 @@ class ShardPosition:
         for record in records:
             self.check(record)
         old = one_of_each(records, "the stream")
-        units = [Unit(*unit) for record in old for unit in record["units"]]
+        units = [ShardRest(*unit) for record in old for unit in record["units"]]
         mine = deal_units(units, self._stream.world_size)[self._stream.rank]
         return {
             **old[0],
