@@ -13,6 +13,7 @@ from typing import Any
 import ray
 import ray.train
 import torch
+from ray.train import CheckpointUploadMode
 from ray.train.torch import TorchTrainer
 from torch.distributed.fsdp import fully_shard
 
@@ -38,10 +39,18 @@ def train(config: dict[str, Any]) -> None:
             optimizer.zero_grad()
             torch.distributed.all_reduce(loss.detach_())
             metrics = {"step": step, "loss": loss.item() / ray.train.get_context().get_world_size()}
+            checkpoint = None
             if step % 2 == 0:
-                keeper.save(state, step, metrics={"loss": metrics["loss"]})
-            ray.train.report(metrics)
-            if ray.train.get_context().get_world_rank() == 0:
+                saved = keeper.save(state, step)
+                checkpoint = ray.train.Checkpoint.from_directory(saved.url.removeprefix("file://"))
+            is_first = ray.train.get_context().get_world_rank() == 0
+            # The folder is there already, for all workers: Ray notes its path, once, and copies nothing.
+            ray.train.report(
+                metrics,
+                checkpoint=checkpoint if is_first else None,
+                checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD,
+            )
+            if is_first:
                 with (Path(config["run"]) / "log.txt").open("a") as log:
                     print(f"step {step}  loss {metrics['loss']!r}", file=log)
 
@@ -67,6 +76,7 @@ def main() -> None:
     print((run / "log.txt").read_text(), end="")
     if result.error is not None:
         raise result.error
+    print(f"Ray's newest checkpoint: {milepost.open(result.checkpoint.path)}")
 
 
 if __name__ == "__main__":
