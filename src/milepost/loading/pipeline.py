@@ -47,7 +47,7 @@ from milepost.loading.report import LoadReport, RankMatch, merge_reports
 from milepost.loading.share_reads import WORTH_BYTES, Buffers, Exchange, agree_to_share, check_arrival
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
 from milepost.state.composite import compose, is_composite
-from milepost.state.take_apart import PerRank, is_stateful
+from milepost.state.take_apart import PerRank, Remap, is_stateful
 from milepost.state.tensors import Describer, Memory, memory_of, refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.state.wrappers import load_module
@@ -320,13 +320,16 @@ def _private(
     leaf: PerRank[Any],
     owners: tuple[int, ...],
 ) -> Any:
+    def remapped(remap: Remap) -> Any:
+        return remap([kept_by(rank)[key] for rank in owners], comm.rank, comm.size)
+
     if leaf.remap is not None and manifest.world != comm.size:
-        old = [kept_by(rank)[key] for rank in owners]
-        return leaf.remap(old, comm.rank, comm.size)
+        return remapped(leaf.remap)
     check_world(manifest, key, comm.rank, comm.size)
     if comm.rank not in owners:
         raise InvalidState(f"rank {comm.rank} saved nothing under {key!r}")
-    return kept_by(comm.rank)[key]
+    own = kept_by(comm.rank)[key]
+    return own if leaf.remap is None or leaf.fits(own) else remapped(leaf.remap)
 
 
 @CollectionPaused()

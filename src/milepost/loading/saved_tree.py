@@ -3,8 +3,11 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from torch.distributed.tensor import DTensor
+
 from milepost.core.tree import LEAVES, Branch, Node, Path, build, exact_path, show_path
 from milepost.errors import CheckpointDamaged, CheckpointError
+from milepost.state.composite import is_composite, parts_of
 from milepost.state.values import Codec
 
 
@@ -70,6 +73,7 @@ def lookup(state: Any, path: Path) -> Any:
     """What stands at `path` in a state dict, or None."""
     for part in path:
         try:
+            state = parts_of(state) if isinstance(state, DTensor) and is_composite(state) else state
             state = getattr(state, str(part)) if hasattr(state, "_fields") else state[part]
         except (KeyError, IndexError, TypeError, AttributeError):
             return None

@@ -17,6 +17,7 @@ from torch.utils import _python_dispatch
 
 from milepost.core.tree import Parts
 from milepost.errors import CheckpointDamaged, CheckpointError, InvalidState, UnsupportedFormat
+from milepost.state.composite_cuts import cut_parts, local_of, memory_of_cut
 from milepost.state.self_described import is_self_described
 from milepost.state.tensors import is_sharded_tensor
 from milepost.state.values import Codec
@@ -32,16 +33,19 @@ _LAYOUTS = {name: (layout, compressed, plain) for layout, (name, compressed, pla
 _QUANTIZED = {torch.qint8: "int8", torch.quint8: "uint8", torch.qint32: "int32"}
 _SCHEMES = (torch.per_tensor_affine, torch.per_channel_affine)
 _ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_CUT = "cut over ranks, by a DTensor"
 _GRADIENT = re.compile(r"'requires_grad': (True|False)")
 
 
 def is_composite(value: Any) -> bool:
     """Whether this is a tensor that is saved as its parts."""
-    if not isinstance(value, torch.Tensor) or isinstance(value, DTensor) or is_lazy(value) or is_sharded_tensor(value):
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or is_sharded_tensor(value):
         return False
-    if type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized:
-        return False
-    if type(value).__name__ == "AsyncCollectiveTensor" or is_self_described(value):
+    if isinstance(value, DTensor):
+        local = local_of(value)
+        return type(local) not in _PLAIN and is_composite(local) and kind_of(local) == "subclass"
+    plain = type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized
+    if plain or type(value).__name__ == "AsyncCollectiveTensor" or is_self_described(value):
         return False
     if value.layout is torch.sparse_coo or value.layout in _COMPRESSED:
         return True
@@ -52,6 +56,8 @@ def is_composite(value: Any) -> bool:
 
 def kind_of(value: torch.Tensor) -> str:
     """The word for this kind of tensor."""
+    if isinstance(value, DTensor):
+        return "subclass"
     if value.layout is torch.sparse_coo:
         return "sparse_coo"
     if value.layout in _COMPRESSED:
@@ -105,6 +111,10 @@ def _jagged_parts(value: Any) -> dict[str, Any]:
 
 
 def _subclass_parts(value: Any) -> dict[str, Any]:
+    if isinstance(value, DTensor):
+        whole = {"shape": tuple(value.shape), "stride": tuple(value.stride()), "tensors": cut_parts(value)}
+        # What the class keeps beside its tensors may be about the local part, and differ from rank to rank.
+        return {**_subclass_parts(local_of(value)), "context": None, "description": _CUT, **whole}
     names, context = value.__tensor_flatten__()
     return {
         "class": _class_name(type(value)),
@@ -231,6 +241,18 @@ _COMPOSE: dict[str, Callable[[Parts], torch.Tensor]] = {
 
 def _subclass(parts: Parts, like: Any, codec: Codec, key: str) -> Any:
     tensors, name = parts["tensors"], str(parts["class"])[:200]
+    if parts["description"] == _CUT and like is None:
+        raise UnsupportedFormat(
+            f"{key!r} is a {name} inside a DTensor, which loads only into one that is there. For an optimizer, make "
+            "its state before the load: set the gradients to zeros, and call step() once with a learning rate of 0."
+        )
+    if isinstance(like, DTensor):
+        own = _subclass_parts(like)
+        differ = [part for part in ("class", "description", "shape") if own[part] != parts[part]]
+        if differ or any(memory_of_cut(own["tensors"][part]) != memory_of_cut(tensors[part]) for part in tensors):
+            was, now = ([one[part] for part in ("class", "shape", "description")] for one in (parts, own))
+            raise InvalidState(f"{key!r} was saved as {was}, and the target is {now}, or is cut into other blocks.")
+        return like  # its tensors were filled where they are
     if like is None:
         kind, context = codec.tensor_class(name), parts["context"]
         if kind is None or described(context) != parts["description"]:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from milepost.core.leaves import LeafRule
-from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten
+from milepost.core.tree import FACTORIES, Flat, Leaf, Path, Rules, TooDeep, UnknownContainer, flatten, show_path
 from milepost.errors import InvalidState
 from milepost.state.composite import is_composite, parts_of
 from milepost.state.optimizers import OwnerNames, warn_of_numbers
@@ -37,6 +37,11 @@ class PerRank(Generic[T]):
     def __init__(self, value: T, remap: Remap | None = None) -> None:
         self.value = value
         self.remap = remap
+
+    def fits(self, value: Any) -> bool:
+        """Whether a rank of a job of the same size takes its own `value` back; where not, `remap` is asked."""
+        del value
+        return True
 
     def __repr__(self) -> str:
         return f"PerRank({self.value!r})"
@@ -77,9 +82,11 @@ _LEAVES = LeafRule(_special, lambda value: is_stateful(value) or is_composite(va
 
 def state_dict_of(value: Any, path: Path) -> Any:
     """What stands for an object in a tree: its state dict, without the names of wrappers, or the parts of a tensor."""
-    del path
     if is_composite(value):
-        return parts_of(value)
+        try:
+            return parts_of(value)
+        except InvalidState as error:
+            raise InvalidState(f"{show_path(path)!r}: {error}") from None
     return module_state(value) if isinstance(value, nn.Module) else value.state_dict()
 
 

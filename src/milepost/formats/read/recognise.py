@@ -7,6 +7,7 @@ from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
+from milepost.formats.read.deepspeed import is_deepspeed, read_deepspeed
 from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder, read_one_file
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
@@ -33,6 +34,9 @@ def _read_folder(store: Store) -> ForeignState | None:
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     if INDEX in indices or len(indices) == 1:
         return read_folder(store, INDEX if INDEX in indices else indices[0])
+    deepspeed = read_deepspeed(store, names)
+    if deepspeed is not None:
+        return deepspeed
     files = [name for name in names if name.endswith(".safetensors")]
     if not files and any(name.endswith(".distcp") for name in names):
         raise CheckpointNotFound(f"there is no checkpoint at {store.url}: a save of DCP that never finished left data")
@@ -54,7 +58,7 @@ def looks_foreign(store: Store) -> bool:
     files = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     alone = bool(files) and not any(map(NUMBERED.fullmatch, files))
-    return METADATA in names or INDEX in indices or len(indices) == 1 or SINGLE in files or alone
+    return is_deepspeed(names) or METADATA in names or INDEX in indices or len(indices) == 1 or SINGLE in files or alone
 
 
 def _names(store: Store) -> set[str]:
