@@ -101,7 +101,7 @@ def matrix_on_ranks(rank, folder):
 
 
 def check_optimizer(folder):
-    """The optimizer of FSDP1 holds other shards on each rank: refused alone, saved beside its model or as torch does."""
+    """The optimizer of FSDP1 holds other shards on each rank: refused alone, saved beside its model or by torch."""
 
     def job(seed):
         module = fsdp(model(seed))
