@@ -40,10 +40,12 @@ def stage_of(rank: int, world: int) -> nn.Module:
 
 
 def decaying(model: nn.Module, flip: bool, **options: Any) -> torch.optim.Optimizer:
-    """AdamW with one group for matrices and one for the rest, in either order."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    rest = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": 0.2}, {"params": rest, "weight_decay": 0.0}]
+    """AdamW with a group each for norms, matrices and biases, in either order. Some stages have no norms."""
+    norms = list(model.norms.parameters())
+    matrices = [p for p in model.layers.parameters() if p.dim() > 1]
+    biases = [p for p in model.layers.parameters() if p.dim() < 2]
+    decay = {0.1: norms, 0.2: matrices, 0.0: biases}
+    groups = [{"params": held, "weight_decay": value} for value, held in decay.items() if held]
     return torch.optim.AdamW(groups[:: -1 if flip else 1], **options)
 
 

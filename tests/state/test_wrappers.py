@@ -101,7 +101,7 @@ def matrix_on_ranks(rank, folder):
 
 
 def check_optimizer(folder):
-    """The optimizer of FSDP1 holds other shards on each rank: refused as it is, and saved in the way of the docs."""
+    """The optimizer of FSDP1 holds other shards on each rank: refused alone, saved beside its model or by torch."""
 
     def job(seed):
         module = fsdp(model(seed))
@@ -114,12 +114,21 @@ def check_optimizer(folder):
 
     module, optimizer, state = job(1)
     with pytest.raises(milepost.RanksDisagree, match=r"'o\.state"):
-        milepost.save({"m": module, "o": optimizer}, f"{folder}/refused")
+        milepost.save({"o": optimizer}, f"{folder}/refused")
+    milepost.save({"m": module, "o": optimizer}, f"{folder}/named")
     milepost.save({"m": module, "o": state}, f"{folder}/optimizer")
+    for place in ("named", "optimizer"):
+        module, optimizer, _ = job(2)
+        milepost.load({"m": module, "o": optimizer}, f"{folder}/{place}")
+        check_average(optimizer)
     module, optimizer, state = job(2)
     milepost.load({"m": module, "o": state}, f"{folder}/optimizer")
     loaded = FullyShardedDataParallel.optim_state_dict_to_load(module, optimizer, state)
     optimizer.load_state_dict(loaded)
+    check_average(optimizer)
+
+
+def check_average(optimizer):
     found = [kept["exp_avg"] for kept in optimizer.state.values() if kept["exp_avg"].numel()]
     assert found
     assert all(torch.allclose(tensor, torch.tensor(0.1)) for tensor in found), "the average of gradients of 1"

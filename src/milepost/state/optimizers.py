@@ -22,6 +22,7 @@ from torch import nn
 
 from milepost.core.limits import MAX_DEPTH
 from milepost.core.tree import Path, children, exact_path, show_path
+from milepost.errors import InvalidState
 from milepost.state.wrappers import fsdp_class, parameters_of, plain_keys_of, sharded_states
 
 T = TypeVar("T")
@@ -203,8 +204,14 @@ def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) ->
     A collective on the ranks of the model, as is its state dict.
     """
     fsdp: Any = fsdp_class()
-    with sharded_states(module), _quietly():
-        state_dict = fsdp.optim_state_dict(module, optimizer)
+    try:
+        with sharded_states(module), _quietly():
+            state_dict = fsdp.optim_state_dict(module, optimizer)
+    except (RuntimeError, KeyError, ValueError, AssertionError) as error:
+        raise InvalidState(
+            f"FSDP does not give the state of an optimizer of {show_path(path)!r}: {error} One optimizer must hold all "
+            "parameters of an FSDP unit."
+        ) from error
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     plain = plain_keys_of(module, names)
     groups = tuple(
