@@ -4,7 +4,7 @@ Thin names for what is elsewhere in Milepost, or torch's own where they work wit
 docs/how-to/from-dcp.md lists what differs.
 """
 
-from milepost.dcp._install import Installation, install, uninstall
+from milepost.dcp._engine.install import Installation, install, uninstall
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
