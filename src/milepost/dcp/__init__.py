@@ -6,7 +6,7 @@ docs/how-to/from-dcp.md lists what differs.
 
 from importlib import import_module
 
-from milepost.dcp._install import Installation, install, uninstall
+from milepost.dcp._engine.install import Installation, install, uninstall
 from milepost.dcp.api import CheckpointException
 from milepost.dcp.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter

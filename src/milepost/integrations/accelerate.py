@@ -17,10 +17,14 @@ from typing import Any, Self, Unpack
 import numpy as np
 import torch
 
-import milepost
+from milepost.api import load, save
+from milepost.checkpoint import open_checkpoint
 from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.loading.options import LoadKeywords
 from milepost.saving.options import SaveKeywords
+from milepost.saving.pipeline import Receipt
+from milepost.state.take_apart import PerRank
+from milepost.steps.checkpointer import Checkpointer
 
 try:
     from accelerate import Accelerator
@@ -59,7 +63,7 @@ def training_state(accelerator: Accelerator, *, data: bool = True) -> dict[str, 
         "schedulers": _numbered(accelerator._schedulers),  # noqa: SLF001
         "custom": _numbered(accelerator._custom_objects),  # noqa: SLF001
         "accelerator": _Counters(accelerator),
-        "random": milepost.PerRank(_Random(), remap=random_of_other_ranks),
+        "random": PerRank(_Random(), remap=random_of_other_ranks),
     }
     if accelerator.scaler is not None:
         state["scaler"] = accelerator.scaler
@@ -68,14 +72,12 @@ def training_state(accelerator: Accelerator, *, data: bool = True) -> dict[str, 
     return state
 
 
-def save_state(
-    accelerator: Accelerator, path: str | os.PathLike[str], **options: Unpack[SaveKeywords]
-) -> "milepost.Receipt":
+def save_state(accelerator: Accelerator, path: str | os.PathLike[str], **options: Unpack[SaveKeywords]) -> Receipt:
     """Save all of the accelerator's state at `path`, from every rank. Options: those of `milepost.save`.
 
     Returns once it is committed: after a crash at any moment there is the checkpoint from before, or this one, whole.
     """
-    return milepost.save(training_state(accelerator), path, **options)
+    return save(training_state(accelerator), path, **options)
 
 
 def load_state(
@@ -88,7 +90,7 @@ def load_state(
     """
     if not data:
         options["allow_unexpected"] = True
-    milepost.load(training_state(accelerator, data=data), path, **options)
+    load(training_state(accelerator, data=data), path, **options)
 
 
 def _check(accelerator: Accelerator) -> None:
@@ -175,8 +177,8 @@ class _OptimizerOfFSDP1:
 
 def _loader_state(loader: Any) -> Any:
     if getattr(loader, "use_stateful_dataloader", False):
-        return milepost.PerRank(loader)
-    return milepost.PerRank(_LoaderPosition(loader), remap=_position_of_other_ranks)
+        return PerRank(loader)
+    return PerRank(_LoaderPosition(loader), remap=_position_of_other_ranks)
 
 
 class _LoaderPosition:
@@ -268,7 +270,7 @@ def random_of_other_ranks(old: Sequence[dict[str, Any]], rank: int, world: int) 
 class InstalledStates:
     """What `install` gives: the steps that are kept, and the way back. Also a context manager."""
 
-    def __init__(self, accelerator: Accelerator, keeper: "milepost.Checkpointer | None", *, wait: bool) -> None:
+    def __init__(self, accelerator: Accelerator, keeper: Checkpointer | None, *, wait: bool) -> None:
         self.checkpointer = keeper
         self._accelerator, self._wait = accelerator, wait
         self._old_load: Callable[..., None] = accelerator.load_state
@@ -348,7 +350,7 @@ def install(accelerator: Accelerator, *, wait: bool = True, **options: Any) -> I
         keeper = None
     else:
         given = {"keep_last": project.total_limit, "names": "checkpoint_{step}", **options}
-        keeper = milepost.Checkpointer(os.path.join(accelerator.project_dir, "checkpoints"), **given)
+        keeper = Checkpointer(os.path.join(accelerator.project_dir, "checkpoints"), **given)
     installed = InstalledStates(accelerator, keeper, wait=wait)
     accelerator.save_state, accelerator.load_state = installed.save_state, installed.load_state
     return installed
@@ -356,7 +358,7 @@ def install(accelerator: Accelerator, *, wait: bool = True, **options: Any) -> I
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     try:
-        with milepost.open(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             return checkpoint.generation > 0
     except CheckpointNotFound:
         return False

@@ -18,9 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-import milepost
+from milepost.api import load
+from milepost.checkpoint import open_checkpoint
 from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.integrations.accelerate import optimizer_state, random_of_other_ranks, random_state, set_random_state
+from milepost.state.take_apart import PerRank
+from milepost.steps.checkpointer import Checkpointer
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -58,7 +61,7 @@ class MilepostCheckpoints(_Base):
     def __init__(self, *args: Any, async_saves: bool = False, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._async_saves = async_saves
-        self._keeper: milepost.Checkpointer | None = None
+        self._keeper: Checkpointer | None = None
         self._resuming: str | None = None
         self._random: Mapping[str, Any] | None = None
         if self.is_deepspeed_enabled:
@@ -76,7 +79,7 @@ class MilepostCheckpoints(_Base):
             if found is None or not _is_ours(found):
                 return super().train(found, *args, **kwargs)
             # The Trainer reads its state from a file, which it gets: a checkpoint has none beside its manifest.
-            with milepost.open(found) as checkpoint:
+            with open_checkpoint(found) as checkpoint:
                 Path(folder, _STATE_FILE).write_text(checkpoint.metadata["trainer_state"], encoding="utf-8")
             self._resuming = found
             try:
@@ -118,7 +121,7 @@ class MilepostCheckpoints(_Base):
         else:
             keeper.save(state, step, metrics=metrics, metadata=metadata)
 
-    def _keeper_at(self, folder: str) -> "milepost.Checkpointer":
+    def _keeper_at(self, folder: str) -> Checkpointer:
         url = os.path.abspath(folder)
         if self._keeper is not None and self._keeper.url != url:
             self._keeper.close()
@@ -127,7 +130,7 @@ class MilepostCheckpoints(_Base):
             limit = self.args.save_total_limit
             # The newest step that was the best when it was saved is the best of all.
             best = {} if limit is None else {"keep_best": 1, "best": _BEST, "mode": "max"}
-            self._keeper = milepost.Checkpointer(url, keep_last=limit, names=_NAMES, **best)  # type: ignore[arg-type]
+            self._keeper = Checkpointer(url, keep_last=limit, names=_NAMES, **best)  # type: ignore[arg-type]
         return self._keeper
 
     def _state_as_text(self) -> str:
@@ -150,7 +153,7 @@ class MilepostCheckpoints(_Base):
             "model": model,
             "optimizer": optimizer_state([model], self.optimizer),
             "scheduler": self.lr_scheduler,
-            "random": milepost.PerRank(_KeptRandom(self), remap=random_of_other_ranks),
+            "random": PerRank(_KeptRandom(self), remap=random_of_other_ranks),
         }
         scaler = getattr(self.accelerator, "scaler", None)
         return state if scaler is None else {**state, "scaler": scaler}
@@ -166,11 +169,11 @@ class MilepostCheckpoints(_Base):
         if self._resuming is None or checkpoint is None:
             super()._load_optimizer_and_scheduler(checkpoint)
             return
-        with milepost.open(self._resuming) as opened:
+        with open_checkpoint(self._resuming) as opened:
             only_model = bool(opened.metadata.get("only_model"))
         if only_model:
             _log.warning("%s holds the model only (save_only_model): the optimizer starts anew", self._resuming)
-        milepost.load(self._parts(only_model=only_model), self._resuming)
+        load(self._parts(only_model=only_model), self._resuming)
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         if self._resuming is None:
@@ -189,7 +192,7 @@ class MilepostCheckpoints(_Base):
             return
         if self._keeper is not None:
             self._keeper.wait()
-        milepost.load({"model": self.model_wrapped}, best, allow_unexpected=True)
+        load({"model": self.model_wrapped}, best, allow_unexpected=True)
 
     def keep_random(self, state: Mapping[str, Any]) -> None:
         """Note the random numbers to go on with: the Trainer sets them when it has skipped the data that was seen."""
@@ -247,7 +250,7 @@ def _newest(folder: str) -> str | None:
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
     try:
-        with milepost.open(path) as checkpoint:
+        with open_checkpoint(path) as checkpoint:
             return "trainer_state" in checkpoint.metadata
     except CheckpointNotFound:
         return False

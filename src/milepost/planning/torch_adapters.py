@@ -68,7 +68,7 @@ def _default_planner(planner: TheirSavePlanner) -> DefaultSavePlanner:
         planner.flatten_sharded_tensors,
     )
     found.dedup_save_to_lowest_rank = planner.dedup_save_to_lowest_rank
-    found.enable_plan_caching = planner._enable_plan_caching  # noqa: SLF001  # torch has no other name for it
+    found.enable_plan_caching = planner._enable_plan_caching  # noqa: SLF001  # it has no other name
     _DEFAULT_PLANNERS[planner] = found
     return found
 

@@ -19,35 +19,35 @@ from dataclasses import dataclass, field
 from types import FunctionType, ModuleType, TracebackType
 from typing import Any, NamedTuple, Self
 
-from milepost.dcp import _installed
+from milepost.dcp._engine import installed
 
 _TORCH = "torch.distributed.checkpoint"
 _FUNCTIONS: dict[str, dict[str, Any]] = {
     "state_dict_saver": {
-        "save": _installed.save,
-        "async_save": _installed.async_save,
-        "save_state_dict": _installed.save_state_dict,
-        "_save_state_dict": _installed.save_state_dict_inside,
+        "save": installed.save,
+        "async_save": installed.async_save,
+        "save_state_dict": installed.save_state_dict,
+        "_save_state_dict": installed.save_state_dict_inside,
     },
     "state_dict_loader": {
-        "load": _installed.load,
-        "load_state_dict": _installed.load_state_dict,
-        "_load_state_dict": _installed.load_state_dict_inside,
-        "_load_state_dict_from_keys": _installed.load_from_keys,
+        "load": installed.load,
+        "load_state_dict": installed.load_state_dict,
+        "_load_state_dict": installed.load_state_dict_inside,
+        "_load_state_dict_from_keys": installed.load_from_keys,
     },
     "format_utils": {
-        "dcp_to_torch_save": _installed.dcp_to_torch_save,
-        "torch_save_to_dcp": _installed.torch_save_to_dcp,
+        "dcp_to_torch_save": installed.dcp_to_torch_save,
+        "torch_save_to_dcp": installed.torch_save_to_dcp,
     },
-    "_storage_utils": {"_storage_setup": _installed.storage_setup},
+    "_storage_utils": {"_storage_setup": installed.storage_setup},
 }
 _CLASSES: dict[str, dict[str, Any]] = {
-    "filesystem": {"FileSystemWriter": _installed.InstalledWriter, "FileSystemReader": _installed.InstalledReader},
-    "_checkpointer": {"_Checkpointer": _installed.InstalledCheckpointer},
+    "filesystem": {"FileSystemWriter": installed.InstalledWriter, "FileSystemReader": installed.InstalledReader},
+    "_checkpointer": {"_Checkpointer": installed.InstalledCheckpointer},
 }
 
 
-class Place(NamedTuple):
+class NameOfTorch(NamedTuple):
     """Where a name of torch's stands: a module, the name in it, and a word on how it stands there."""
 
     module: str
@@ -62,11 +62,11 @@ class Installation:
     `rebound`: the names that are Milepost's now.
     """
 
-    rebound: list[Place]
+    rebound: list[NameOfTorch]
     _is_first: bool = field(default=False, repr=False)
 
     @property
-    def unreached(self) -> list[Place]:
+    def unreached(self) -> list[NameOfTorch]:
         """Where torch's own functions and classes are held now other than by a name of a module, and how.
 
         A call that goes through one of these gets what `how` says; change it by hand if that is not wanted. Looks
@@ -95,7 +95,7 @@ class Installation:
 
 
 @dataclass(slots=True)
-class _State:
+class _Wishes:
     """Who wants Milepost installed, and what has to be put back."""
 
     by_program: bool = False
@@ -108,7 +108,7 @@ class _State:
 
 
 _LOCK = threading.RLock()
-_STATE = _State()
+_STATE = _Wishes()
 
 
 def install() -> Installation:
@@ -132,7 +132,7 @@ def install() -> Installation:
         was_by_program, _STATE.by_program = _STATE.by_program, True
         try:
             _rebind()
-            rebound = [Place(module.__name__, name) for module, name, _, _ in _STATE.rebound]
+            rebound = [NameOfTorch(module.__name__, name) for module, name, _, _ in _STATE.rebound]
             return Installation(rebound, _is_first=not was_by_program)
         except BaseException:
             _STATE.by_program = was_by_program
@@ -226,13 +226,13 @@ def _storage_classes() -> list[type]:
 def _reduce_original(value: Any) -> tuple[Any, ...]:
     """How an object of torch's own class is pickled while its name is Milepost's."""
     state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
-    return _installed.make_original, (type(value).__name__, dict(state or {}))
+    return installed.make_original, (type(value).__name__, dict(state or {}))
 
 
 # What cannot be reached
 
 
-def _unreached() -> Iterator[Place]:
+def _unreached() -> Iterator[NameOfTorch]:
     """Where torch's own functions and classes are held other than by a name of a module."""
     held = {id(theirs): theirs for theirs, _ in _originals().values()}
     seen: set[int] = set()
@@ -241,7 +241,7 @@ def _unreached() -> Iterator[Place]:
             continue
         seen.add(id(value))
         for how in _holds(value, held):
-            yield Place(module.__name__, name, how)
+            yield NameOfTorch(module.__name__, name, how)
 
 
 def _holds(value: Any, held: dict[int, Any]) -> Iterator[str]:

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
-from milepost.dcp import _checkpointer, format_utils, state_dict_loader, state_dict_saver
+from milepost.dcp import format_utils, state_dict_loader, state_dict_saver
+from milepost.dcp._engine.fixed_storage import FixedStorage
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
 from milepost.store import Location
@@ -42,7 +43,7 @@ dcp_to_torch_save = _as("dcp_to_torch_save", format_utils.dcp_to_torch_save)
 torch_save_to_dcp = _as("torch_save_to_dcp", format_utils.torch_save_to_dcp)
 
 
-class InstalledCheckpointer(_checkpointer._Checkpointer):  # noqa: SLF001
+class InstalledCheckpointer(FixedStorage):
     """`_Checkpointer` of torch, with Milepost behind it."""
 
 
@@ -120,9 +121,9 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
 
 def make_original(name: str, state: dict[str, Any]) -> Any:
     """A storage object of torch's own class from its pickle, whatever stands under its name."""
-    from milepost.dcp import _install  # noqa: PLC0415  # it imports this module
+    from milepost.dcp._engine.install import original  # noqa: PLC0415  # it imports this module
 
-    kind = _install.original(name)
+    kind = original(name)
     made = kind.__new__(kind)
     vars(made).update(state)
     return made
