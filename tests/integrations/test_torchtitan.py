@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 from importlib.util import find_spec
 from pathlib import Path
@@ -89,7 +90,13 @@ def test_killed_save_resumes_from_last_whole_step(ranks, straight, tmp_path, mod
 def train_and_die(rank, folder):
     """Save in processes. After step 5, when step 4 is staged and its parameters have changed, all ranks are killed."""
     trainer = trainer_for(folder, STEPS, manager_of("milepost", async_mode="async_with_pinned_mem"))
-    real = trainer.train_step
+    real, write = trainer.train_step, LocalStore.writer
+
+    def writer(self, *args, **options):
+        time.sleep(60 if trainer.step >= 4 else 0)  # the trainer itself would not be done in time
+        return write(self, *args, **options)
+
+    LocalStore.writer = writer
 
     def train_step(data):
         real(data)
