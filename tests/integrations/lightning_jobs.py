@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric import Fabric
 from lightning.pytorch.callbacks import ModelCheckpoint
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.utils.data import DataLoader
 
@@ -74,13 +74,21 @@ class ShardedNet(Net):
         self.log("size", sum(parameter.full_tensor().square().sum() for parameter in self.parameters()))
 
 
-class CPUFSDPStrategy(MilepostFSDPStrategy):
+class OnCPU:
     """FSDP1 asks for an accelerator unless it is told to use the CPU, which Lightning does not tell it."""
 
     def _setup_model(self, model):
         return FullyShardedDataParallel(
             model, device_id=torch.device("cpu"), sharding_strategy=self.sharding_strategy, **self.kwargs
         )
+
+
+class OurFSDPStrategy(OnCPU, MilepostFSDPStrategy):
+    pass
+
+
+class TheirFSDPStrategy(OnCPU, FSDPStrategy):
+    pass
 
 
 def as_rank(rank, world):
@@ -99,7 +107,9 @@ def trainer_of(kind, world, folder, *, steps=STEPS, **saving):
     elif kind == "DDP":
         strategy = DDPStrategy()
     elif kind == "fsdp":
-        strategy = CPUFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, **saving)
+        strategy = OurFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, **saving)
+    elif kind == "FSDP":
+        strategy = TheirFSDPStrategy(auto_wrap_policy={torch.nn.Linear}, state_dict_type="sharded")
     elif kind == "MODEL":
         strategy = ModelParallelStrategy(data_parallel_size=world, tensor_parallel_size=1)
     else:

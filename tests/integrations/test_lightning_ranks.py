@@ -39,7 +39,7 @@ def after(losses, step):
 
 @pytest.mark.timeout(600)
 def test_losses_go_on_over_other_ranks_and_strategies(tmp_path):
-    folders = {kind: str(tmp_path / f"{kind} saved") for kind in ("ddp", "model", "fsdp", "DDP", "MODEL")}
+    folders = {kind: str(tmp_path / f"{kind} saved") for kind in ("ddp", "model", "fsdp", "DDP", "MODEL", "FSDP")}
     background = {"ddp": "thread", "model": "thread", "fsdp": None}
     first = {
         kind: ((kind, folder), {"background": background[kind]} if kind in background else {})
@@ -52,7 +52,7 @@ def test_losses_go_on_over_other_ranks_and_strategies(tmp_path):
         f"{saved} to {kind}": ((kind, str(tmp_path / f"{saved} to {kind}"), os.path.join(folders[saved], STEP_4)), {})
         for kind, saved in (
             ("ddp", "ddp"), ("model", "model"), ("fsdp", "fsdp"), ("model", "ddp"), ("ddp", "model"), ("fsdp", "model"),
-            ("model", "DDP"), ("model", "MODEL"), ("ddp", "MODEL"),
+            ("model", "DDP"), ("model", "MODEL"), ("ddp", "MODEL"), ("fsdp", "FSDP"),
         )
     }  # fmt: skip
     for losses in spawn(3, on_rank, "train_each", 3, resumed, timeout_s=300):
