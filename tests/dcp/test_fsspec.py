@@ -9,10 +9,11 @@ import torch
 import milepost
 import milepost.dcp as dcp
 from milepost.store import LocalStore
-from tests.dcp.file_systems import Failing
+from tests.dcp.file_systems import Failing, Short
 
 fsspec = pytest.importorskip("fsspec")
 fsspec.register_implementation("failing", Failing, clobber=True)
+fsspec.register_implementation("short", Short, clobber=True)
 
 from milepost.dcp._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: E402
 
@@ -63,6 +64,14 @@ def test_a_connection_that_breaks_at_any_write_keeps_the_old_checkpoint():
     dcp.save(a_state(2), storage_writer=FsspecWriter(url))
     assert not Failing.broken
     assert read_back(url) == 2
+
+
+def test_a_file_that_did_not_arrive_whole_is_an_error_of_the_save():
+    url = f"short://{uuid.uuid4()}"
+    with pytest.raises(dcp.CheckpointException, match=r"has \d+ bytes of \d+ after it was written"):
+        dcp.save(a_state(1), storage_writer=FsspecWriter(url))
+    fs, root = fsspec.core.url_to_fs(url)
+    assert fs.find(root) == [], "nothing of it remains"
 
 
 def test_bytes_that_changed_are_found():
