@@ -1,6 +1,7 @@
 """Storage by fsspec: Milepost's format and promises, as far as a file system can keep them."""
 
 import pickle
+import sys
 import uuid
 
 import pytest
@@ -99,3 +100,10 @@ def test_a_url_that_fsspec_does_not_know_is_refused_with_its_name():
     with pytest.raises(milepost.InvalidRequest, match="nowhere"):
         FsspecWriter("nowhere://bucket/run")
     assert not FsspecWriter.validate_checkpoint_id("nowhere://bucket/run")
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    assert not FsspecWriter.validate_checkpoint_id("memory://run")
+    with pytest.raises(milepost.InvalidRequest, match="pip install fsspec"):
+        FsspecWriter("memory://run")
