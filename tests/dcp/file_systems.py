@@ -49,3 +49,15 @@ class Failing(MemoryFileSystem):
             type(self).broken = True
             raise ConnectionResetError(f"the connection broke while {path} was put")
         return super().pipe_file(path, value, mode=mode, **options)
+
+
+class Short(MemoryFileSystem):
+    """One that loses the last byte of a file, and does not say so."""
+
+    protocol = "short"
+    store: ClassVar = {}
+    pseudo_dirs: ClassVar = [""]
+
+    def put_file(self, lpath, rpath, *args, **options):
+        with open(lpath, "rb") as file:
+            super().pipe_file(rpath, file.read()[:-1])

@@ -1,6 +1,7 @@
 """Storage by fsspec: Milepost's format and promises, as far as a file system can keep them."""
 
 import pickle
+import sys
 import uuid
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 import milepost
 import milepost.dcp as dcp
 from milepost.store import LocalStore
-from tests.dcp.file_systems import Failing
+from tests.dcp.file_systems import Failing, Short
 
 fsspec = pytest.importorskip("fsspec")
 fsspec.register_implementation("failing", Failing, clobber=True)
+fsspec.register_implementation("short", Short, clobber=True)
 
 from milepost.dcp._fsspec_filesystem import FsspecReader, FsspecWriter  # noqa: E402
 
@@ -65,6 +67,14 @@ def test_a_connection_that_breaks_at_any_write_keeps_the_old_checkpoint():
     assert read_back(url) == 2
 
 
+def test_a_file_that_did_not_arrive_whole_is_an_error_of_the_save():
+    url = f"short://{uuid.uuid4()}"
+    with pytest.raises(dcp.CheckpointException, match=r"has \d+ bytes of \d+ after it was written"):
+        dcp.save(a_state(1), storage_writer=FsspecWriter(url))
+    fs, root = fsspec.core.url_to_fs(url)
+    assert fs.find(root) == [], "nothing of it remains"
+
+
 def test_bytes_that_changed_are_found():
     url = f"memory://{uuid.uuid4()}"
     dcp.save(a_state(1), storage_writer=FsspecWriter(url))
@@ -90,3 +100,10 @@ def test_a_url_that_fsspec_does_not_know_is_refused_with_its_name():
     with pytest.raises(milepost.InvalidRequest, match="nowhere"):
         FsspecWriter("nowhere://bucket/run")
     assert not FsspecWriter.validate_checkpoint_id("nowhere://bucket/run")
+
+
+def test_without_fsspec_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    assert not FsspecWriter.validate_checkpoint_id("memory://run")
+    with pytest.raises(milepost.InvalidRequest, match="pip install fsspec"):
+        FsspecWriter("memory://run")

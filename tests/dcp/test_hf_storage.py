@@ -114,6 +114,22 @@ def test_files_are_those_of_hugging_face(tmp_path, opener):
     assert milepost.open(tmp_path)["b"].read().tolist() == tensors(5)["b"].tolist()
 
 
+def test_the_index_says_which_file_counts(tmp_path, opener):
+    for number in (1, 2):
+        safetensors.torch.save_file({"a": torch.full((3,), float(number))}, tmp_path / f"{number}.safetensors")
+    reader = dcp.HuggingFaceStorageReader(tmp_path)
+    with pytest.raises(dcp.CheckpointException, match=r"'a' stands in .*1\.safetensors and in .*2\.safetensors"):
+        dcp.load({"a": torch.zeros(3)}, storage_reader=reader)
+    safetensors.torch.save_file({"a": torch.full((3,), 5.0), "b": torch.ones(1)}, tmp_path / "1.safetensors")
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "2.safetensors", "b": "1.safetensors"}}))
+    state = {"a": torch.zeros(3), "b": torch.zeros(1)}
+    dcp.load(state, storage_reader=reader)
+    assert (state["a"].tolist(), state["b"].tolist()) == ([2, 2, 2], [1])
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {"a": "../2.safetensors"}}))
+    with pytest.raises(dcp.CheckpointException, match="outside of its folder"):
+        dcp.load(state, storage_reader=reader)
+
+
 def killed_at(folder, number, rename):
     """A save in a process that dies before rename number `rename`. Gives whether it died."""
     child = os.fork()
@@ -234,7 +250,7 @@ def test_quantized_tensors_are_read_as_their_values(tmp_path, opener):
 @pytest.mark.parametrize(
     ("key", "offsets", "lengths"), [("x.weight", (3, 2), (6, 4)), ("m_blocks", (1, 0, 11), (1, 2, 18))]
 )
-def test_a_part_of_a_quantized_tensor_is_read_alone(tmp_path, key, offsets, lengths):
+def test_a_part_of_a_quantized_tensor_is_read_alone(tmp_path, opener, key, offsets, lengths):
     wanted = write_quantized(tmp_path)[key]
     reader, planner, state = quantized(tmp_path), DefaultLoadPlanner(), {key: torch.zeros(lengths)}
     metadata = reader.read_metadata()

@@ -59,12 +59,12 @@ class FileSystem(FileSystemBase):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether fsspec has a file system for this path or URL."""
+        """Whether fsspec has a file system for this path or URL. Raises ImportError if that needs another package."""
         if isinstance(checkpoint_id, Path):
             return False
         try:
             fsspec_module().core.url_to_fs(os.fspath(checkpoint_id))
-        except (ValueError, ImportError, TypeError):
+        except (ValueError, TypeError, InvalidRequest):  # not known to fsspec, or there is no fsspec
             return False
         return True
 
