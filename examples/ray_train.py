@@ -69,7 +69,8 @@ def main() -> None:
         train,
         train_loop_config={"run": str(run), "steps": options.steps},
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers),
-        run_config=ray.train.RunConfig(storage_path=str(run), name=f"ray-{options.workers}"),
+        # Ray notes only checkpoints below its own folder, which is the one of this run.
+        run_config=ray.train.RunConfig(storage_path=str(run.parent), name=run.name),
     )
     result = trainer.fit()
     ray.shutdown()

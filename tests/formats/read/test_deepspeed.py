@@ -118,6 +118,34 @@ class Hostile:
         return RAN.append, (1,)
 
 
+def test_other_contents_are_errors_or_harmless(tmp_path):
+    """Whatever stands in place of what DeepSpeed writes: the checkpoint opens, or the error is one of ours."""
+    step = shutil.copytree(STEPS["zero2"], tmp_path / "step")
+    file = step / "mp_rank_00_model_states.pt"
+    content = torch.load(file, weights_only=False)
+    outcomes = set()
+    for key in ("module", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"):
+        for odd in (
+            None,
+            [],
+            [3],
+            {},
+            {"x": 5},
+            {"head.weight": ["a"]},
+            5,
+            "text",
+            torch.ones(2),
+            [{"head.weight": 4}],
+        ):
+            torch.save({**content, key: odd}, file)
+            try:
+                milepost.open(step).close()
+                outcomes.add("opened")
+            except milepost.CheckpointError:
+                outcomes.add("refused")
+    assert outcomes == {"opened", "refused"}
+
+
 def test_what_does_not_fit_is_refused(tmp_path):
     def copy(name, number):
         return shutil.copytree(STEPS[name], tmp_path / f"{number}")

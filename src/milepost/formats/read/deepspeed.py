@@ -17,10 +17,10 @@ import xxhash
 
 from milepost.core.box import Shape, boxes_of_run
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import KIB
+from milepost.core.limits import KIB, MAX_DIMS
 from milepost.core.tree import Path
 from milepost.data.read import read_small
-from milepost.errors import CheckpointDamaged, UnsupportedFormat
+from milepost.errors import CheckpointDamaged, CheckpointError, UnsupportedFormat
 from milepost.formats.read.archive import Archive, Window
 from milepost.formats.read.content import Strided, order_of, read_content
 from milepost.formats.read.spots import BackingStorage, Spot, spot_of
@@ -65,7 +65,15 @@ def read_deepspeed(store: Store, names: set[str]) -> ForeignState | None:
         return None
     folder = _Folder(store, prefix, inside)
     with contextlib.closing(folder):
-        return folder.read()
+        try:
+            return folder.read()
+        except CheckpointError:
+            raise
+        except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+            shown = f"{type(error).__name__}: {str(error)[:200]}"
+            raise UnsupportedFormat(
+                f"{folder.where} is not laid out as DeepSpeed's checkpoints are ({shown})"
+            ) from None
 
 
 def _latest(store: Store, names: set[str]) -> str | None:
@@ -319,7 +327,8 @@ def _tensor(shape: Shape, cuts: Any, where: str, parameter: str) -> PlacedTensor
 
 def _are_shapes(shapes: Any) -> bool:
     def right(shape: Any) -> bool:
-        return isinstance(shape, tuple) and all(type(n) is int and n >= 0 for n in shape)
+        sizes = isinstance(shape, tuple) and len(shape) <= MAX_DIMS and all(type(n) is int and n >= 0 for n in shape)
+        return sizes and math.prod(shape) < 2**60
 
     return isinstance(shapes, list) and all(isinstance(g, dict) and all(map(right, g.values())) for g in shapes)
 
