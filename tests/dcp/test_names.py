@@ -9,15 +9,7 @@ import torch.distributed.checkpoint as torch_dcp
 
 import milepost.dcp
 
-LEFT_OUT = {
-    "_experimental": "torch's next design, which changes from release to release",
-    "_async_process_executor": "how torch's async_save runs",
-    "_async_thread_executor": "how torch's async_save runs",
-}
-NAMES_LEFT_OUT = {
-    "staging": {"_ReplicationStager"},
-    "state_dict_saver": {"_ProcessBasedAsyncCheckpointExecutor", "_ThreadBasedAsyncCheckpointExecutor"},
-}
+LEFT_OUT = {"_experimental": "torch's next design, which changes from release to release"}
 TORCHS_OWN = {
     "_consolidate_hf_safetensors": "_FqnData _InputFileData _OutputFileData _consolidate_safetensors_files "
     "_parse_input_metadata _process_output_file _read_tensor_data _write_data _write_metadata "
@@ -71,8 +63,7 @@ def names_of(module):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_module_has_all_names_of_torchs(name):
     theirs, ours = pair(name)
-    wanted = set(names_of(theirs)) - NAMES_LEFT_OUT.get(name, set())
-    assert [n for n in wanted if not hasattr(ours, n)] == []
+    assert [n for n in names_of(theirs) if not hasattr(ours, n)] == []
     public = getattr(theirs, "__all__", ())
     assert set(public) <= set(ours.__all__ if public else ())
 

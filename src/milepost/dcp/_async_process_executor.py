@@ -19,6 +19,7 @@ from milepost.comm.distributed import address_for
 from milepost.core.wire import Wire
 from milepost.dcp._engine.calls import comm_of
 from milepost.dcp._engine.executors import SaveExecutor, in_thread
+from milepost.dcp._engine.lent import lend
 from milepost.dcp._engine.process_executor import GroupProcesses
 from milepost.dcp._engine.save_process import GroupPlace, ProcessRequest, ProcessSignal, RequestId, SaveProcess
 from milepost.dcp.api import raising_checkpoint_exceptions
@@ -137,3 +138,6 @@ class _ProcessBasedAsyncCheckpointExecutor(SaveExecutor):
             return None if alone else _ProcessGroupInitInfo(process_group, ranks).place
 
         return in_thread(partial(group.save, staging_future_or_state_dict, request, comm, meet_at), group)
+
+
+lend(__name__, "_CHECKPOINT_PROCESS logger")

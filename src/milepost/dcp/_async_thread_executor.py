@@ -5,6 +5,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 from milepost.dcp._engine.executors import ThreadExecutor
+from milepost.dcp._engine.lent import lend
 from milepost.dcp.state_dict_saver import save
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.records import Metadata
@@ -38,3 +39,6 @@ def save_wrapper(
         no_dist=no_dist,
         use_collectives=use_collectives,
     )
+
+
+lend(__name__)

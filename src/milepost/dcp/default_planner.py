@@ -53,4 +53,5 @@ class _PlannerModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _PlannerModule
+
 lend(__name__, "logger")

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.futures import Future
 
 from milepost.core.shardfile import NewEntry
@@ -31,6 +30,7 @@ from milepost.dcp._engine.hf_names import (
     SHARDED_DIR_NAME,
     gen_file_name,
 )
+from milepost.dcp._engine.stagers import BlockingAsyncStager
 from milepost.dcp.filesystem import FileSystem, SerializationFormat
 from milepost.errors import InvalidRequest, StorageError
 from milepost.formats.read.huggingface import INDEX, LABEL, SHARDED, SINGLE, SaveLabel, pack_label
