@@ -183,6 +183,7 @@ def test_ctrl_c_stops_a_copy_before_it_is_raised(tmp_path, where, monkeypatch):
 
             def interrupt():
                 assert copier.reached.wait(TIMEOUT_S)
+                time.sleep(0.5)  # until the caller waits: between two calls it would only end the program
                 os.kill(os.getpid(), signal.SIGINT)
 
             threading.Thread(target=interrupt).start()

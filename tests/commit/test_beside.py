@@ -179,7 +179,7 @@ def test_index_that_cannot_be_renamed_is_said_and_tried_again(tmp_path, caplog):
 
 def test_overwrite_false_sees_the_checkpoint_of_dcp(tmp_path):
     torch_save(1, tmp_path)
-    with pytest.raises(milepost.InvalidRequest, match="there is a checkpoint"):
+    with pytest.raises(milepost.InvalidRequest, match="Checkpoint already exists"):
         milepost.save(state(2), tmp_path, overwrite=False)
     assert torch_load(tmp_path) == 1
 

@@ -91,7 +91,7 @@ def test_save_with_an_old_listing_aims_above_what_is_there():
     inner = MemoryStore()
     empty = OldListing(inner)
     milepost.save(state(1), inner)
-    with pytest.raises(milepost.InvalidRequest, match="there is a checkpoint"):
+    with pytest.raises(milepost.InvalidRequest, match="Checkpoint already exists"):
         milepost.save(state(0), empty, overwrite=False)
     store = OldListing(inner, lasts=1)
     for number in (2, 3):

@@ -172,7 +172,8 @@ def test_the_example_resumes_on_other_ranks(tmp_path):
 @pytest.mark.parametrize("kind", ["fsdp", "model"])
 def test_losses_go_on_on_a_gpu(tmp_path, kind):
     code = f"from {JOBS} import train_on_gpu; train_on_gpu({kind!r}, {str(tmp_path)!r})"
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
+    paths = [str(ROOT / "src"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
     done = subprocess.run([sys.executable, "-c", code], env=environment, text=True, stdout=subprocess.PIPE, check=True)
     whole, resumed = json.loads(done.stdout.splitlines()[-1])
     assert resumed == {step: pytest.approx(whole[step], rel=1e-5) for step in ("4", "5")}

@@ -39,7 +39,8 @@ ROUTES = [
     (CheckpointWriter, lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True), GlobalPlanner),
     (CheckpointWriter, Global, GlobalPlanner),
     (OwnWriter, None, GlobalPlanner),
-    (CheckpointWriter, their_dcp.DefaultSavePlanner, GlobalPlanner),
+    (CheckpointWriter, their_dcp.DefaultSavePlanner, NoPlanner),
+    (CheckpointWriter, type("Derived", (their_dcp.DefaultSavePlanner,), {}), GlobalPlanner),
     (lambda _: their_dcp.FileSystemWriter("unused"), None, GlobalPlanner),
 ]
 
