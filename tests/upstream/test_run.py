@@ -76,10 +76,10 @@ def test_the_baseline_has_all_tests_but_experimental_ones():
 @pytest.mark.slow
 def test_the_name_of_torch_leads_to_milepost(tmp_path):
     root = Path(__file__).parents[2]
-    path = os.pathsep.join([str(root / "tests" / "upstream" / "shim"), str(root / "src")])
+    path = [str(root / "tests" / "upstream" / "shim"), str(root / "src"), os.environ.get("PYTHONPATH", "")]
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env=os.environ | {"PYTHONPATH": path, "UPSTREAM_HOW": "alias"},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, path)), "UPSTREAM_HOW": "alias"},
         cwd=tmp_path,
         capture_output=True,
         text=True,
