@@ -117,13 +117,3 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
     if not checkpoint_id:
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
     return InstalledReader(checkpoint_id) if reader else InstalledWriter(checkpoint_id)
-
-
-def make_original(name: str, state: dict[str, Any]) -> Any:
-    """A storage object of torch's own class from its pickle, whatever stands under its name."""
-    from milepost.dcp._engine.install import original  # noqa: PLC0415  # it imports this module
-
-    kind = original(name)
-    made = kind.__new__(kind)
-    vars(made).update(state)
-    return made
