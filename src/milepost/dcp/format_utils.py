@@ -5,7 +5,6 @@ python -m milepost.dcp.format_utils dcp_to_torch checkpoint model.pt
 """
 
 import argparse
-import os
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -13,10 +12,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 
-from milepost.comm.base import Solo
+from milepost.dcp._engine.conversions import dcp_to_torch_save, torch_save_to_dcp
 from milepost.dcp._engine.lent import lend
 from milepost.errors import CheckpointError
-from milepost.formats.write.convert import convert
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.items import create_chunk_list
 from milepost.planning.records import Metadata, TensorProperties, TensorStorageMetadata
@@ -44,16 +42,6 @@ class DynamicMetaLoadPlanner(DefaultLoadPlanner):
                 for key, value in self.state_dict.items()
             }
         )
-
-
-def dcp_to_torch_save(dcp_checkpoint_dir: str | os.PathLike[str], torch_save_path: str | os.PathLike[str]) -> None:
-    """Make a file for `torch.load` from a checkpoint, in this process alone."""
-    convert(dcp_checkpoint_dir, torch_save_path, "torch", overwrite=True, process_group=Solo())
-
-
-def torch_save_to_dcp(torch_save_path: str | os.PathLike[str], dcp_checkpoint_dir: str | os.PathLike[str]) -> None:
-    """Make a checkpoint from a file of `torch.save`, in this process alone. Nothing in the file is run."""
-    convert(torch_save_path, dcp_checkpoint_dir, "milepost", overwrite=True, process_group=Solo())
 
 
 lend(__name__)

@@ -13,7 +13,8 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
-from milepost.dcp import format_utils, state_dict_loader, state_dict_saver
+from milepost.dcp import state_dict_loader, state_dict_saver
+from milepost.dcp._engine import conversions
 from milepost.dcp._engine.fixed_storage import FixedStorage
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
@@ -39,8 +40,8 @@ load = _as("load", state_dict_loader.load)
 load_state_dict = _as("load_state_dict", state_dict_loader.load_state_dict)
 load_state_dict_inside = _as("load_state_dict_inside", state_dict_loader._load_state_dict)  # noqa: SLF001
 load_from_keys = _as("load_from_keys", state_dict_loader._load_state_dict_from_keys)  # noqa: SLF001
-dcp_to_torch_save = _as("dcp_to_torch_save", format_utils.dcp_to_torch_save)
-torch_save_to_dcp = _as("torch_save_to_dcp", format_utils.torch_save_to_dcp)
+dcp_to_torch_save = _as("dcp_to_torch_save", conversions.dcp_to_torch_save)
+torch_save_to_dcp = _as("torch_save_to_dcp", conversions.torch_save_to_dcp)
 
 
 class InstalledCheckpointer(FixedStorage):
