@@ -1,6 +1,7 @@
-"""Attacks on readers of other formats: DCP folders, whose metadata is a pickle, and files of torch.save."""
+"""Attacks on readers of other formats: DCP, DeepSpeed and Hugging Face folders, and files of torch.save."""
 
 import io
+import json
 import os
 import pickle
 import struct
@@ -326,3 +327,160 @@ def dcp_value_calls_os_system(folder: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.save(good_state() | {"evil": canary_call}, checkpoint_id=folder)
+
+
+# DeepSpeed
+
+
+def make_deepspeed(folder: Path, elements: int = 12, change: Callable[[Any, list[Any]], Any] | None = None) -> None:
+    """One step of stage 1, by two ranks. `change` changes what the files hold: the model, and the two parts."""
+    folder.mkdir(parents=True)
+    weight = torch.arange(2.0 * elements)
+    model = {"module": {"w": weight.bfloat16()}, "param_shapes": [{"w": weight.shape}], "dp_world_size": 2}
+    parts = []
+    for rank in range(2):
+        mine = weight[rank * elements : (rank + 1) * elements].clone()
+        base = {"state": {0: {"step": 3, "exp_avg": mine.clone()}}, "param_groups": [{"lr": 0.1}]}
+        saved = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [mine], "partition_count": 2}
+        parts.append({"optimizer_state_dict": saved})
+    if change is not None:
+        change(model, parts)
+    torch.save(model, folder / "mp_rank_00_model_states.pt")
+    for rank, part in enumerate(parts):
+        torch.save(part, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+
+
+def masters(part: Any) -> list[Any]:
+    """The parameters in a part of ZeRO."""
+    found: list[Any] = part["optimizer_state_dict"]["single_partition_of_fp32_groups"]
+    return found
+
+
+def moments(part: Any) -> dict[str, Any]:
+    """The moments in a part of ZeRO."""
+    found: dict[str, Any] = part["optimizer_state_dict"]["base_optimizer_state"]["state"][0]
+    return found
+
+
+def _share_one_moment(_model: Any, parts: list[Any]) -> None:
+    for part in parts:
+        moments(part).update({f"m{i}": moments(part)["exp_avg"] for i in range(400)})
+
+
+for _name, _why, _change in (
+    ("moment_short", "Reading it would go on into what lies behind it.",
+     lambda _, parts: moments(parts[0]).update(exp_avg=torch.ones(3))),
+    ("parts_shifted", "A rank has more than its share: all that follows would be shifted.",
+     lambda _, parts: masters(parts[0]).insert(0, torch.ones(16))),
+    ("parts_of_two_types", "Elements of one type, read as another.",
+     lambda _, parts: masters(parts[0]).insert(0, torch.ones(12, dtype=torch.float64))),
+    ("moment_expanded", "One number that stands for as many as wanted.",
+     lambda _, parts: moments(parts[0]).update(exp_avg=torch.zeros(1).expand(12))),
+    ("shape_absurd", "A parameter that is larger than any memory.",
+     lambda model, _: model.update(param_shapes=[{"w": torch.Size([1 << 40, 1 << 19])}])),
+    ("shape_negative", "A parameter of a negative size.",
+     lambda model, _: model.update(param_shapes=[{"w": (-24,)}])),
+    ("count_of_ranks", "The parts say that there are more of them.",
+     lambda _, parts: parts[0]["optimizer_state_dict"].update(partition_count=3)),
+):  # fmt: skip
+    corpus.append(Attack(f"deepspeed_{_name}", _why, "open", lambda f, change=_change: make_deepspeed(f, 12, change)))
+
+
+@corpus.attack("open")
+def deepspeed_moments_share_memory(folder: Path) -> None:
+    """Hundreds of moments in the memory of one: as a state, they are far larger than the files."""
+    make_deepspeed(folder, 1 << 20, _share_one_moment)
+
+
+@corpus.attack("open")
+def deepspeed_experts(folder: Path) -> None:
+    """Experts lie in files of their own. Without them the module is not whole."""
+    make_deepspeed(folder)
+    torch.save({"w": torch.ones(3)}, folder / "layer_0_expert_0_mp_rank_00_model_states.pt")
+
+
+@corpus.attack("open")
+def deepspeed_latest_is_outside(folder: Path) -> None:
+    """The file that names the newest step names a folder outside."""
+    make_deepspeed(folder.parent / "outside" / "step")
+    folder.mkdir()
+    (folder / "latest").write_text("../outside/step")
+
+
+@corpus.attack("open")
+def deepspeed_part_is_a_pipe(folder: Path) -> None:
+    """A part is a pipe. Opening it would block."""
+    make_deepspeed(folder)
+    (folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt").unlink()
+    os.mkfifo(folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
+
+
+@corpus.attack("open")
+def deepspeed_part_is_a_call(folder: Path) -> None:
+    """A part is a pickle that calls a function."""
+    make_deepspeed(folder)
+    call = b"\x80\2" + CALLS["os_system"](str(canary(folder))) + b"."
+    replace_pickle(folder / "zero_pp_rank_0_mp_rank_00_optim_states.pt", call)
+
+
+# Hugging Face
+
+
+def make_hf(folder: Path, index: str | None = None, **notes: str) -> None:
+    """A folder with one file of safetensors, with these notes, and an index with this text."""
+    folder.mkdir(parents=True)
+    about = {"__metadata__": notes, "w": {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}}
+    head = json.dumps(about).encode()
+    (folder / "model-00001-of-00001.safetensors").write_bytes(struct.pack("<Q", len(head)) + head + bytes(16))
+    good = json.dumps({"weight_map": {"w": "model-00001-of-00001.safetensors"}})
+    (folder / "model.safetensors.index.json").write_text(good if index is None else index)
+
+
+for _name, _index in {
+    "path_up": '{"weight_map": {"w": "../outside/x.safetensors"}}',
+    "path_absolute": '{"weight_map": {"w": "/etc/passwd"}}',
+    "path_nul": '{"weight_map": {"w": "a\\u0000b"}}',
+    "path_is_a_number": '{"weight_map": {"w": 7}}',
+    "nested_without_end": "[" * 100_000,
+    "promises_more": '{"weight_map": {"v": "model-00001-of-00001.safetensors"}}',
+}.items():
+    corpus.append(
+        Attack(
+            f"hf_index_{_name}",
+            "An index that names what is not there.",
+            "open",
+            lambda f, text=_index: make_hf(f, text),
+        )
+    )
+
+for _name, _notes in {
+    "offsets_absurd": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [1 << 62, 0]}})},
+    "offsets_negative": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [-1, 0]}})},
+    "offsets_too_few": {"DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": [1]}})},
+    "offsets_nested": {"DCP_SHARDING_INFO": "[" * 100_000},
+    "label_of_more_files": {"milepost_save": json.dumps({"save_id": "a", "files": 2})},
+    "label_nested": {"milepost_save": "[" * 100_000},
+}.items():
+    corpus.append(
+        Attack(
+            f"hf_{_name}", "Notes that do not fit the file.", "open", lambda f, notes=_notes: make_hf(f, None, **notes)
+        )
+    )
+
+
+@corpus.attack("open")
+def hf_index_is_a_pipe(folder: Path) -> None:
+    """The index is a pipe. Opening it would block."""
+    make_hf(folder)
+    (folder / "model.safetensors.index.json").unlink()
+    os.mkfifo(folder / "model.safetensors.index.json")
+
+
+@corpus.attack("open")
+def hf_file_is_a_link(folder: Path) -> None:
+    """A file is a link to one outside."""
+    make_hf(folder)
+    outside = folder.parent / "outside"
+    outside.mkdir()
+    (folder / "model-00001-of-00001.safetensors").rename(outside / "x")
+    (folder / "model-00001-of-00001.safetensors").symlink_to(outside / "x")

@@ -273,3 +273,31 @@ def test_wrong_blocks_and_missing_scales_are_told(tmp_path):
     (tmp_path / INDEX).unlink()
     with pytest.raises(dcp.CheckpointException, match="where the scales are"):
         dcp.load({"x.weight": torch.zeros(10, 7)}, storage_reader=quantized(tmp_path))
+
+
+def test_scales_may_have_the_type_of_exponents(tmp_path):
+    """And a reader that goes on to another folder takes nothing along."""
+    wanted = write_quantized(tmp_path)["m_blocks"]
+    file = tmp_path / "one.safetensors"
+    held = safetensors.torch.load_file(file)
+    safetensors.torch.save_file({**held, "m_scales": held["m_scales"].view(torch.float8_e8m0fnu)}, file)
+    reader, state = quantized(tmp_path), {"m_blocks": torch.zeros(wanted.shape)}
+    dcp.load(state, storage_reader=reader)
+    np.testing.assert_allclose(state["m_blocks"].numpy(), wanted, rtol=1e-6)
+    (tmp_path / "plain").mkdir()
+    safetensors.torch.save_file({"m_blocks": torch.ones(wanted.shape)}, tmp_path / "plain" / "m.safetensors")
+    (tmp_path / "plain" / INDEX).write_text('{"weight_map": {"m_blocks": "m.safetensors"}}')
+    dcp.load(state, checkpoint_id=tmp_path / "plain", storage_reader=reader)
+    assert torch.equal(state["m_blocks"], torch.ones(wanted.shape))
+    safetensors.torch.save_file({**held, "m_scales": held["m_scales"].to(torch.float32)}, file)
+    with pytest.raises(dcp.CheckpointException, match="MXFP4 are bytes"):
+        dcp.load(state, storage_reader=quantized(tmp_path))
+
+
+@pytest.mark.parametrize("name", [INDEX, "z.safetensors"])
+def test_a_pipe_in_the_folder_does_not_block(tmp_path, opener, name):
+    safetensors.torch.save_file({"w": torch.ones(3)}, tmp_path / "m.safetensors")
+    os.mkfifo(tmp_path / name)
+    with pytest.raises(dcp.CheckpointException, match="is not a file") as info:
+        dcp.load({"w": torch.zeros(3)}, storage_reader=dcp.HuggingFaceStorageReader(tmp_path))
+    assert isinstance(original(info), milepost.UnsafeCheckpoint)

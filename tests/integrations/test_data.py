@@ -130,6 +130,22 @@ def test_random_jobs_lose_and_repeat_nothing(tmp_path):
         assert counts.total() - len(counts) <= (0 if drop else sum(world - 1 for world in worlds)), (trial, worlds)
 
 
+def test_a_loader_that_drops_its_last_batch(tmp_path):
+    """The loader's own drop_last, with the sampler's and without: only the last stretch drops, less than a batch."""
+    for trial, (drop, batch, last) in enumerate([(True, 3, 5), (False, 3, 5), (True, 2, 7), (False, 4, 4)]):
+
+        def make(rank, world, size, drop=drop):
+            sampler = StatefulDistributedSampler(range(101), world, rank, drop_last=drop)
+            return StatefulDataLoader(range(101), size, sampler=sampler, collate_fn=identity, drop_last=True)
+
+        counts = collections.Counter()
+        for world, size, batches in ((3, batch, 4), (2, batch + 1, 3), (4, last, None)):
+            parts = stage(world, tmp_path / f"{trial}", lambda r, w, s=size: make(r, w, s), batches, load=world != 3)
+            counts.update(flat(parts))
+        assert len(counts) >= 101 - 4 * (last - 1) - (3 if drop else 0), trial
+        assert counts.total() - len(counts) <= (0 if drop else 3), trial
+
+
 def test_the_shares_are_those_of_the_sampler():
     for samples in range(1, 40):
         for world in (1, 2, 3, 5, 8):

@@ -31,6 +31,10 @@ class OwnWriter(CheckpointWriter):
         super().finish(metadata, results)
 
 
+class OfTorch(their_dcp.DefaultSavePlanner):
+    """A planner of a program, made for torch."""
+
+
 ROUTES = [
     (CheckpointWriter, None, NoPlanner),
     (CheckpointWriter, DefaultSavePlanner, NoPlanner),
@@ -39,8 +43,8 @@ ROUTES = [
     (CheckpointWriter, lambda: DefaultSavePlanner(dedup_save_to_lowest_rank=True), GlobalPlanner),
     (CheckpointWriter, Global, GlobalPlanner),
     (OwnWriter, None, GlobalPlanner),
-    (CheckpointWriter, their_dcp.DefaultSavePlanner, NoPlanner),
-    (CheckpointWriter, type("Derived", (their_dcp.DefaultSavePlanner,), {}), GlobalPlanner),
+    (CheckpointWriter, their_dcp.DefaultSavePlanner, NoPlanner),  # it becomes Milepost's own
+    (CheckpointWriter, OfTorch, GlobalPlanner),
     (lambda _: their_dcp.FileSystemWriter("unused"), None, GlobalPlanner),
 ]
 

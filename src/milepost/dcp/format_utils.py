@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import BroadcastingTorchSaveReader
 
-from milepost.dcp._engine.file_conversion import dcp_to_torch_save, torch_save_to_dcp
+from milepost.dcp._engine.conversions import dcp_to_torch_save, torch_save_to_dcp
 from milepost.dcp._engine.lent import lend
 from milepost.errors import CheckpointError
 from milepost.planning.default import DefaultLoadPlanner

@@ -195,10 +195,10 @@ class CheckpointWriter(_AtStore, StorageWriter):
 
     def _for_torch(self) -> Any:
         """What torch's own `save` calls: the same with torch's records."""
-        from milepost.planning.torch_adapters import MilepostWriter  # noqa: PLC0415  # it imports this module
+        from milepost.planning.torch_steps import StepsForTorch  # noqa: PLC0415  # slow to import
 
         if self._in_torch is None:
-            self._in_torch = MilepostWriter.around(self)
+            self._in_torch = StepsForTorch(self)
         return self._in_torch
 
 

@@ -181,3 +181,53 @@ def test_what_does_not_fit_is_refused(tmp_path):
     (tmp_path / "other" / "latest").write_text("../../elsewhere")
     with pytest.raises(milepost.CheckpointNotFound):
         milepost.open(tmp_path / "other")
+
+
+def test_a_module_that_is_not_whole_is_refused(tmp_path):
+    experts = shutil.copytree(STEPS["zero1"], tmp_path / "experts")
+    torch.save({"w": torch.ones(3)}, experts / "layer_0_expert_0_mp_rank_00_model_states.pt")
+    with pytest.raises(milepost.UnsupportedFormat, match="1 files of layers or experts"):
+        milepost.open(experts)
+    parts = shutil.copytree(STEPS["zero3"], tmp_path / "parts")
+    for file in parts.glob("*optim_states.pt"):
+        file.unlink()
+    with pytest.raises(milepost.CheckpointDamaged, match="are in no file"):
+        milepost.open(parts)
+    universal = shutil.copytree(STEPS["universal"], tmp_path / "universal")
+    shutil.copy(universal / "mp_rank_00_model_states.pt", universal / "mp_rank_01_model_states.pt")
+    with pytest.raises(milepost.UnsupportedFormat, match="Load it with DeepSpeed"):  # it is universal already
+        milepost.open(universal)
+
+
+def make_step(folder, elements=12, moment=12, dtype=torch.float32):
+    """One step of stage 1 by two ranks, of which the first has this."""
+    folder.mkdir()
+    weight = torch.arange(24.0)
+    torch.save({"module": {"w": weight}, "param_shapes": [{"w": weight.shape}]}, folder / "mp_rank_00_model_states.pt")
+    for rank in range(2):
+        mine = weight[12 * rank : 12 * rank + 12].clone()
+        base = {"state": {0: {"step": 3, "exp_avg": mine[:moment].clone() if rank == 0 else mine}}}
+        master = torch.cat([mine, torch.ones(max(elements - 12, 0))]).to(dtype) if rank == 0 else mine
+        saved = {"base_optimizer_state": base, "single_partition_of_fp32_groups": [master], "partition_count": 2}
+        torch.save({"optimizer_state_dict": saved}, folder / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    return folder
+
+
+def test_parts_that_would_be_read_wrongly_are_refused(tmp_path):
+    with milepost.open(make_step(tmp_path / "good")) as checkpoint:
+        assert checkpoint["optimizer.state.w.exp_avg"][...].tolist() == list(range(24))
+    for name, odd, message in (
+        ("short", {"moment": 5}, "shorter than the parameters"),  # what lies behind it was read
+        ("long", {"elements": 16}, r"the ranks have \[16, 12\] elements"),  # what follows it was shifted
+        ("type", {"dtype": torch.float64}, "float64 and float32"),
+    ):
+        with pytest.raises(milepost.CheckpointDamaged, match=message):
+            milepost.open(make_step(tmp_path / name, **odd))
+
+
+def test_the_optimizer_of_a_job_without_zero(tmp_path):
+    state = {"state": {0: {"exp_avg": torch.ones(3)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    torch.save({"module": {"w": torch.ones(3)}, "optimizer": state}, tmp_path / "mp_rank_00_model_states.pt")
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint.state()["optimizer"]["param_groups"] == state["param_groups"]
+        assert checkpoint["module.w"][...].tolist() == [1, 1, 1]

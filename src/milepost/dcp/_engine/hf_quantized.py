@@ -89,7 +89,7 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
 
     def _build_weight_scale_mapping(self, weight_map: dict[str, str]) -> None:
         """Find the scale of each quantized tensor."""
-        self._weight_map = weight_map
+        self._weight_map, self._weight_scale_mapping = weight_map, {}
         for name in weight_map:
             for ending, weight in ((_SCALE, ".weight"), (_SCALES, _BLOCKS)):
                 other = name.removesuffix(ending) + weight
@@ -149,6 +149,12 @@ class QuantizedHuggingFaceStorageReader(HuggingFaceStorageReader):
     ) -> torch.Tensor:
         """The values of groups: `blocks` are those read, `scales` those of the whole tensor."""
         groups = blocks.shape[-2]
+        if blocks.dtype != torch.uint8 or scales.dtype not in (torch.uint8, torch.float8_e8m0fnu):
+            raise CheckpointDamaged(
+                f"{self.path}: the blocks and scales of {req.storage_index.fqn!r} are {blocks.dtype} and "
+                f"{scales.dtype}; those of MXFP4 are bytes"
+            )
+        scales = scales.view(torch.uint8)  # an exponent, also where its type says so
         here = scales[(*slices_of(req)[:-1], slice(group_start, group_start + groups))]
         if here.shape != blocks.shape[:-1]:
             raise CheckpointDamaged(

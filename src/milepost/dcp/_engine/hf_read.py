@@ -6,6 +6,7 @@ elsewhere. Without the library, Milepost's own reader opens them. Both refuse fi
 
 import json
 import os
+import stat
 import uuid
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from milepost.data.transfer import Meter, run_all
 from milepost.dcp._engine.hf_names import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, HFStorageInfo
 from milepost.dcp.filesystem import FileSystem
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, InvalidState, UnsafeCheckpoint
-from milepost.formats.read.huggingface import INDEX, LABEL, check_one_save, type_of
+from milepost.formats.read.huggingface import INDEX, LABEL, MAX_INDEX_BYTES, check_one_save, type_of
 from milepost.formats.read.safetensors_file import SafetensorsFile
 from milepost.planning.items import box_of
 from milepost.planning.protocol import LoadPlanner, StorageReader
@@ -111,6 +112,7 @@ class HuggingFaceStorageReader(StorageReader):
     def _open(self, *args: Any, **kwargs: Any) -> Iterator[Any]:
         """A file, open for reading; arguments as for `safe_open`. A failure to open it says which file."""
         file = args[0] if args else kwargs["filename"]
+        _refuse_special(file)
         try:
             import safetensors  # noqa: PLC0415  # not a requirement of Milepost
         except ImportError:
@@ -189,6 +191,9 @@ def _fits(source: torch.dtype, target: torch.dtype) -> bool:
 
 def read_weight_map(file: str | os.PathLike[str]) -> dict[str, str]:
     """The file of each tensor, as an index says. Raises CheckpointDamaged if it is not one."""
+    _refuse_special(file)
+    if os.path.getsize(file) > MAX_INDEX_BYTES:
+        raise UnsafeCheckpoint(f"{file} has {os.path.getsize(file)} bytes; an index has at most {MAX_INDEX_BYTES}")
     try:
         found = json.loads(Path(file).read_bytes())["weight_map"]
         weights = {str(key): str(name) for key, name in found.items()}
@@ -197,6 +202,16 @@ def read_weight_map(file: str | os.PathLike[str]) -> dict[str, str]:
     if any("/" in name or "\0" in name or name in ("", "..") for name in weights.values()):
         raise UnsafeCheckpoint(f"{file} names files outside of its folder")
     return weights
+
+
+def _refuse_special(file: str | os.PathLike[str]) -> None:
+    """Raise UnsafeCheckpoint for a pipe, a device or a folder: opening a pipe would block. One may not be there."""
+    try:
+        mode = os.stat(file).st_mode
+    except OSError:
+        return  # what opens it says so
+    if not stat.S_ISREG(mode):
+        raise UnsafeCheckpoint(f"{file} is not a file")
 
 
 def _offsets_in(notes: dict[str, str], file: str) -> dict[str, list[int]]:

@@ -226,7 +226,15 @@ def _storage_classes() -> list[type]:
 def _reduce_original(value: Any) -> tuple[Any, ...]:
     """How an object of torch's own class is pickled while its name is Milepost's."""
     state = value.__getstate__() if hasattr(value, "__getstate__") else vars(value)
-    return installed.make_original, (type(value).__name__, dict(state or {}))
+    return make_original, (type(value).__name__, dict(state or {}))
+
+
+def make_original(name: str, state: dict[str, Any]) -> Any:
+    """A storage object of torch's own class from its pickle, whatever stands under its name."""
+    kind = original(name)
+    made = kind.__new__(kind)
+    vars(made).update(state)
+    return made
 
 
 # What cannot be reached

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
 from milepost.dcp import state_dict_loader, state_dict_saver
-from milepost.dcp._engine import file_conversion
+from milepost.dcp._engine import conversions
 from milepost.dcp._engine.fixed_storage import FixedStorage
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
@@ -40,8 +40,8 @@ load = _as("load", state_dict_loader.load)
 load_state_dict = _as("load_state_dict", state_dict_loader.load_state_dict)
 load_state_dict_inside = _as("load_state_dict_inside", state_dict_loader._load_state_dict)  # noqa: SLF001
 load_from_keys = _as("load_from_keys", state_dict_loader._load_state_dict_from_keys)  # noqa: SLF001
-dcp_to_torch_save = _as("dcp_to_torch_save", file_conversion.dcp_to_torch_save)
-torch_save_to_dcp = _as("torch_save_to_dcp", file_conversion.torch_save_to_dcp)
+dcp_to_torch_save = _as("dcp_to_torch_save", conversions.dcp_to_torch_save)
+torch_save_to_dcp = _as("torch_save_to_dcp", conversions.torch_save_to_dcp)
 
 
 class InstalledCheckpointer(FixedStorage):
@@ -118,13 +118,3 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
     if not checkpoint_id:
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
     return InstalledReader(checkpoint_id) if reader else InstalledWriter(checkpoint_id)
-
-
-def make_original(name: str, state: dict[str, Any]) -> Any:
-    """A storage object of torch's own class from its pickle, whatever stands under its name."""
-    from milepost.dcp._engine.install import original  # noqa: PLC0415  # it imports this module
-
-    kind = original(name)
-    made = kind.__new__(kind)
-    vars(made).update(state)
-    return made

@@ -43,7 +43,9 @@ _MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})(?:_[0-
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
 _UNIVERSAL = "zero/"
 _INTERNAL = {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
+_PARTS = ("model_states.pt", "optim_states.pt")
 _CONVERT = "DeepSpeed's own ds_to_universal makes a universal folder of it, which Milepost reads."
+_BY_HAND = "Load it with DeepSpeed, and save the state of the module with Milepost."
 
 
 def is_deepspeed(names: set[str]) -> bool:
@@ -111,8 +113,7 @@ class _Folder:
     def read(self) -> ForeignState:
         """The whole state."""
         models = sorted((int(m[2]), int(m[1] or 0), n) for n in self._names if (m := _MODEL.fullmatch(n)))
-        if len({number for number, _, _ in models}) > 1:
-            raise UnsupportedFormat(f"{self.where} was saved with tensor or pipeline parallelism. {_CONVERT}")
+        self._refuse_parallel({number for number, _, _ in models})
         opened = [self._open(name) for _, _, name in models]
         if not all(isinstance(content, dict) and isinstance(content.get("module"), dict) for content in opened):
             raise UnsupportedFormat(
@@ -121,17 +122,19 @@ class _Folder:
         first: dict[str, Any] = opened[0]
         rest = {name: self.placed(0, value) for name, value in first.items() if name not in _INTERNAL}
         module = {name: self.placed(0, value) for name, value in first["module"].items()}
-        optimizer = self._universal() if any(n.startswith(_UNIVERSAL) for n in self._names) else self._zero(opened)
+        optimizer = self._universal() if self._is_universal else self._zero(opened)
         if optimizer is not None:
             module |= {name: kept.pop("fp32") for name, kept in optimizer["state"].items()}
             module |= _whole_frozen(self, opened)
             module |= {name: module[one] for name, one in (first.get("shared_params") or {}).items() if one in module}
         empty = [name for name, value in module.items() if isinstance(value, PlacedTensor) and value.shape == (0,)]
-        if empty and optimizer is not None:
+        if empty and (optimizer is not None or _are_shapes(first.get("param_shapes"))):
             raise CheckpointDamaged(f"{self.where}: the parts of {empty[:5]} are in no file")
+        if optimizer is None:  # without ZeRO, the optimizer stands beside the module
+            optimizer = self.placed(0, first.get("optimizer"))
         state = {"module": module, **({"optimizer": optimizer} if optimizer is not None else {}), **rest}
         file = f"{self.where}/{models[0][2]}"
-        check_total(self.where, (tensor for _, tensor in self._seen.values()), sum(size for _, size in self._files))
+        self._check_size(state)
 
         def rescue(path: Path) -> bytes:
             return rescue_from_file(file, path)
@@ -140,6 +143,36 @@ class _Folder:
         return ForeignState(
             "deepspeed", self._hasher.digest(), state, tuple(self._files), world, {}, rescue, self._store.reader
         )
+
+    @property
+    def _is_universal(self) -> bool:
+        return any(name.startswith(_UNIVERSAL) for name in self._names)
+
+    def _refuse_parallel(self, numbers: set[int]) -> None:
+        """Raise UnsupportedFormat where the module is more than the files of data-parallel ranks hold."""
+        advice = _BY_HAND if self._is_universal else _CONVERT
+        if len(numbers) > 1:
+            raise UnsupportedFormat(f"{self.where} was saved with tensor or pipeline parallelism. {advice}")
+        other = sorted(
+            name
+            for name in self._names
+            if "/" not in name and name.endswith(_PARTS) and not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
+        )
+        if other:
+            raise UnsupportedFormat(
+                f"{self.where} has {len(other)} files of layers or experts, first {other[0][:200]!r}, without which "
+                f"the module is not whole, and which are not read. {_BY_HAND}"
+            )
+
+    def _check_size(self, state: dict[str, Any]) -> None:
+        """Refuse tensors that are far larger than the files: those of the files, and those made up of runs."""
+        made = [value for value in state["module"].values() if isinstance(value, PlacedTensor)]
+        kept = state.get("optimizer")
+        for moments in kept["state"].values() if isinstance(kept, dict) and isinstance(kept.get("state"), dict) else ():
+            if isinstance(moments, dict):
+                made += [value for value in moments.values() if isinstance(value, PlacedTensor)]
+        tensors = {id(tensor): tensor for tensor in [*made, *(tensor for _, tensor in self._seen.values())]}
+        check_total(self.where, tensors.values(), sum(size for _, size in self._files))
 
     def close(self) -> None:
         """Close the files that were looked into."""
@@ -234,11 +267,14 @@ def _stage_1(folder: _Folder, before: int, states: list[Any], shapes: list[Any])
             folder.run(before + rank, _at(state, "single_partition_of_fp32_groups", group), "a partition")
             for rank, state in enumerate(states)
         ]
+        _check_masters(folder.where, masters, sum(map(math.prod, parameters.values())))
         runs = {"fp32": masters}
         moments = [one["state"].get(group, {}) for one in base]
         for name in _moments(moments):
             moment = [folder.run(before + rank, one[name], name) for rank, one in enumerate(moments)]
             # Masters are saved without the padding at the end, moments with it.
+            if any(one.elements < kept.elements for one, kept in zip(moment, masters, strict=True)):
+                raise CheckpointDamaged(f"{folder.where}: {name[:200]!r} is shorter than the parameters it belongs to")
             runs[name] = [replace(one, elements=kept.elements) for one, kept in zip(moment, masters, strict=True)]
         offset = 0
         for parameter, shape in parameters.items():
@@ -249,6 +285,18 @@ def _stage_1(folder: _Folder, before: int, states: list[Any], shapes: list[Any])
             } | _scalars(folder, before, moments[0])
             offset += size
     return {"state": result, "param_groups": folder.placed(before, _groups(base[0], shapes))}
+
+
+def _check_masters(where: str, masters: list[_Run], elements: int) -> None:
+    """Raise CheckpointDamaged unless ranks have equal runs, one behind the other, and padding only at the end."""
+    sizes = [run.elements for run in masters]
+    last = max((rank for rank, size in enumerate(sizes) if size), default=0)
+    align = 2 * len(sizes)
+    if any(size != sizes[0] for size in sizes[:last]) or sizes[last] > sizes[0] or sum(sizes) - elements >= align:
+        raise CheckpointDamaged(
+            f"{where}: the ranks have {sizes[:20]} elements of a group of parameters, which has {elements}. Are these "
+            "the files of one save?"
+        )
 
 
 def _stage_3(folder: _Folder, before: int, states: list[Any], shapes: list[Any]) -> dict[str, Any]:
@@ -311,8 +359,10 @@ def _cuts(runs: Sequence[_Run], offset: int, elements: int) -> Iterator[_Run]:
 
 def _tensor(shape: Shape, cuts: Any, where: str, parameter: str) -> PlacedTensor:
     """The parameter that consecutive runs of its elements make up."""
-    pieces, start, dtype = [], 0, "float32"
+    pieces, start, dtype = [], 0, ""
     for cut in cuts:
+        if dtype and cut.dtype != dtype:
+            raise CheckpointDamaged(f"{where}: the parts of {parameter[:200]!r} are {dtype} and {cut.dtype}")
         at, dtype = cut.spot.at, cut.dtype
         if start + cut.elements > math.prod(shape):
             raise CheckpointDamaged(f"{where}: the parts of {parameter[:200]!r} are larger than its shape {shape}")
@@ -322,7 +372,7 @@ def _tensor(shape: Shape, cuts: Any, where: str, parameter: str) -> PlacedTensor
         start += cut.elements
     if start != math.prod(shape):
         raise CheckpointDamaged(f"{where}: {start} of {math.prod(shape)} elements of {parameter[:200]!r} are there")
-    return PlacedTensor(dtype, shape, tuple(pieces))
+    return PlacedTensor(dtype or "float32", shape, tuple(pieces))
 
 
 def _are_shapes(shapes: Any) -> bool:

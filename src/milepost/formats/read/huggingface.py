@@ -29,7 +29,7 @@ SHARDED = re.compile(r"shard-[0-9]{5,}-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors
 """A file of one rank, as torch's distributed writer and Milepost's name it."""
 LABEL = "milepost_save"
 """The note in which a file says which save wrote it, and of how many files: no index says so for files of ranks."""
-_MAX_INDEX_BYTES = 256 * MIB
+MAX_INDEX_BYTES = 256 * MIB
 _TORCH_NAMES = {kind.stored_as: name for name, kind in reversed(DTYPES.items()) if not kind.inner}
 _TORCH_NAMES["U8"] = "uint8"
 _SHARDING = "DCP_SHARDING_INFO"
@@ -57,7 +57,7 @@ _PLACES = Wire.json(dict[str, _Offsets])
 
 def read_folder(store: Store, index: str) -> ForeignState:
     """The shards that an index lists. Raises CheckpointDamaged where one lacks what the index promises."""
-    data = read_small(_reader(store, index), f"{store.url}/{index}", _MAX_INDEX_BYTES)
+    data = read_small(_reader(store, index), f"{store.url}/{index}", MAX_INDEX_BYTES)
     try:
         weights = _WEIGHTS.unpack(data).weight_map
     except (ValueError, RecursionError) as error:

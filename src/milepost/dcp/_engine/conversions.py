@@ -1,4 +1,7 @@
-"""Checkpoints from files of `torch.save`, and back."""
+"""Conversions between checkpoints and files of `torch.save`.
+
+Apart from `format_utils`, which is a program too: Python warns if a program was imported before it runs.
+"""
 
 import os
 
