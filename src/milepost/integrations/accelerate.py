@@ -345,6 +345,7 @@ class InstalledStates:
         """
         self._is_newest = False
         if input_dir is None and self.checkpointer is not None:
+            self.checkpointer.wait()
             newest = self.checkpointer.latest()
             if newest is not None and _is_accelerates(folder := self._folder_of(newest)):
                 self.load_state(folder, load_kwargs, data=data, **options)
