@@ -144,6 +144,18 @@ def test_checkpoints_of_the_trainer_itself_are_resumed(tmp_path):
     assert losses(trainer) == losses(whole)
 
 
+def test_damaged_checkpoint_is_passed_over(tmp_path, caplog):
+    whole = make(tmp_path)
+    whole.train()
+    for path in (tmp_path / "checkpoint-8").rglob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    again = make(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert f"skipping {tmp_path / 'checkpoint-8'}: " in caplog.text
+    assert losses(again) == losses(whole)
+    assert milepost.open(tmp_path / "checkpoint-8").verify().ok
+
+
 def test_nothing_to_resume_is_said(tmp_path):
     (tmp_path / "checkpoint-6").mkdir(parents=True)
     with pytest.raises(ValueError, match="No valid checkpoint"):

@@ -20,10 +20,12 @@ import torch
 
 from milepost.api import load
 from milepost.checkpoint import open_checkpoint
-from milepost.errors import CheckpointError, CheckpointNotFound, InvalidRequest
+from milepost.commit.find import look_whole
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.integrations.accelerate import optimizer_state, random_of_other_ranks, random_state, set_random_state
 from milepost.state.take_apart import PerRank
 from milepost.steps.checkpointer import Checkpointer
+from milepost.store import store_at
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -264,12 +266,23 @@ def _bests_in(keeper: Checkpointer) -> float:
 
 def _newest(folder: str) -> str | None:
     """The newest checkpoint that is whole: Milepost's, or one that the Trainer wrote to its end."""
-    found: dict[int, str] = {}
+    found: dict[int, Path] = {}
     for path in Path(folder).glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and (_is_ours(path) or Path(path, _STATE_FILE).is_file()):
-            found[int(step)] = str(path)
-    return found[max(found)] if found else None
+        if step.isdecimal():
+            found[int(step)] = path
+    return next((str(found[step]) for step in sorted(found, reverse=True) if _looks_whole(found[step])), None)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        if _is_ours(path):
+            look_whole(store_at(path))
+            return True
+    except CheckpointDamaged as error:
+        _log.warning("skipping %s: %s", path, error)
+        return False
+    return (path / _STATE_FILE).is_file()
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:
