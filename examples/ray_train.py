@@ -70,7 +70,11 @@ def main() -> None:
         train_loop_config={"run": str(run), "steps": options.steps},
         scaling_config=ray.train.ScalingConfig(num_workers=options.workers),
         # Ray notes only checkpoints below its own folder, which is the one of this run.
-        run_config=ray.train.RunConfig(storage_path=str(run.parent), name=run.name),
+        run_config=ray.train.RunConfig(
+            storage_path=str(run.parent),
+            name=run.name,
+            failure_config=ray.train.FailureConfig(max_failures=1),  # the workers are started again, and resume
+        ),
     )
     result = trainer.fit()
     ray.shutdown()

@@ -21,8 +21,68 @@ def no_state_stays():
         yield
 
 
+def many_parts(seed):
+    """Two models, an optimizer for each and one for both, a scaler, and a stateful loader."""
+    from accelerate import Accelerator, DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    Job("plain")  # the state of Accelerate anew, with the ranks of this job
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True))
+    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** (5 + seed), growth_interval=2)
+    torch.manual_seed(seed)
+    models = [torch.nn.Linear(3, 3) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(models[0].parameters(), lr=0.1 * seed)]
+    optimizers += [torch.optim.SGD(models[1].parameters(), lr=0.1 * seed, momentum=0.9)]
+    optimizers += [torch.optim.RMSprop([*models[1].parameters(), *models[0].parameters()], lr=0.01 * seed)]
+    *prepared, loader = accelerator.prepare(*models, *optimizers, DataLoader(torch.arange(24), 2))
+    return accelerator, prepared[:2], prepared[2:], loader
+
+
+def step_of_many(accelerator, models, optimizers, _loader):
+    loss = models[1](models[0](torch.ones(2, 3))).square().mean()
+    accelerator.backward(loss)
+    for optimizer in optimizers:
+        optimizer.step()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    return loss.item(), accelerator.scaler.get_scale()
+
+
+def saves_many_parts(rank, folder):
+    job = many_parts(1)
+    for number, _ in enumerate(job[3]):
+        step_of_many(*job)
+        if number == 2:
+            save_state(job[0], folder)
+            break
+    return [step_of_many(*job) for _ in range(4)]
+
+
+def loads_many_parts(rank, folder):
+    job = many_parts(2)
+    with pytest.raises(milepost.InvalidState, match=r"2 ranks .* has 3.*data=False.*integrations\.data\.Loader"):
+        load_state(job[0], folder)
+    found = []
+    for call in (lambda job: load_state(job[0], folder, data=False), load_installed(folder)):
+        job = many_parts(2)
+        call(job)
+        found.append([step_of_many(*job) for _ in range(4)])
+        assert len(list(job[3])) == 4  # all of the data: 12 batches for 3 ranks
+    return found
+
+
+def load_installed(folder):
+    def call(job):
+        with install(job[0]):
+            with pytest.raises(milepost.InvalidRequest, match="strict"):
+                job[0].load_state(folder, strict=False)
+            job[0].load_state(folder, data=False)
+
+    return call
+
+
 def trains_and_is_killed(rank, folder):
-    found = {}
+    found = {"many": saves_many_parts(rank, folder / "many")}
     for kind in KINDS:
         job = Job(kind, drop=0.3)
         job.train(0, 4)
@@ -51,7 +111,7 @@ def goes_on(rank, folder):
         with install(job.accelerator):
             job.accelerator.load_state()
             found[kind] = job.train(4, 9), job.counter.seen, job.accelerator.save_iteration
-    return found
+    return found, loads_many_parts(rank, folder / "many")
 
 
 @pytest.mark.timeout(600)
@@ -66,7 +126,8 @@ def test_job_is_killed_in_a_save_and_goes_on_with_three_ranks(tmp_path):
         expected, again = found[kind]["exact"]
         assert again == expected, kind  # to the last bit: dropout, order of the data, schedule
         assert found[kind]["seen"] == list(range(1, 10))
-    for resumed in spawn(3, goes_on, tmp_path):
+    for resumed, many in spawn(3, goes_on, tmp_path):
+        assert many == [[pytest.approx(step) for step in found["many"]]] * 2
         for kind, (losses, seen, iteration) in resumed.items():
             assert losses == pytest.approx(found[kind]["rest"], rel=1e-4), kind
             assert (seen, iteration) == (list(range(1, 10)), 1)
@@ -87,6 +148,31 @@ def test_steps_are_kept_by_the_limit_of_the_project(tmp_path):
         assert again.accelerator.save_iteration == 4
 
 
+def test_run_that_starts_anew_does_not_save_below_an_older_one(tmp_path):
+    first = Job("plain", tmp_path, **NAMING)
+    with install(first.accelerator):
+        first.train(0, 5, at_step=lambda step: first.accelerator.save_state())
+    second = Job("plain", tmp_path, seed=2, **NAMING)
+    with install(second.accelerator) as installed:
+        second.train(0, 1)
+        for _ in range(2):
+            with pytest.raises(milepost.InvalidRequest, match=r"steps up to 4, .* step 0: .*iteration = 5"):
+                second.accelerator.save_state()
+        second.accelerator.load_state(tmp_path / "checkpoints" / "checkpoint_3")
+        with pytest.raises(milepost.InvalidRequest, match="would save step 4"):
+            second.accelerator.save_state()
+        second.accelerator.project_configuration.iteration = 5
+        second.accelerator.save_state()
+        assert installed.checkpointer.steps() == [4, 5]
+    third = Job("plain", tmp_path, **NAMING)
+    with install(third.accelerator) as installed:
+        for path in (tmp_path / "checkpoints" / "checkpoint_5").rglob("*.safetensors"):
+            path.write_bytes(b"damaged")
+        third.accelerator.load_state()  # the one before; its successor may be saved over the damaged one
+        third.accelerator.save_state()
+        assert installed.checkpointer.steps() == [4, 5]
+
+
 def test_folder_that_accelerate_wrote_is_loaded(tmp_path):
     job = Job("plain")
     job.train(0, 3)
@@ -100,6 +186,23 @@ def test_folder_that_accelerate_wrote_is_loaded(tmp_path):
             again.accelerator.load_state(tmp_path / "none")
         assert again.accelerator.save_state(tmp_path / "new") == str(tmp_path / "new")
     assert sorted(path.name for path in (tmp_path / "new").iterdir()) == ["data", "manifest-00000001.json"]
+
+
+def test_project_that_accelerate_began_goes_on(tmp_path):
+    job = Job("plain", tmp_path, **NAMING)
+    for step in range(3):
+        job.train(step, step + 1)
+        job.accelerator.save_state()
+    expected = job.train(3, 5)
+    again = Job("plain", tmp_path, **NAMING)
+    with install(again.accelerator) as installed:
+        again.accelerator.load_state()
+        assert again.train(3, 5) == expected
+        again.accelerator.save_state()
+        assert installed.checkpointer.latest() == 3
+        again.train(5, 6)
+        again.accelerator.load_state()  # now it is Milepost's
+        assert again.counter.seen == [1, 2, 3, 4, 5]
 
 
 def test_nothing_is_pickled_and_a_failed_save_leaves_the_old_one(tmp_path):

@@ -2,6 +2,7 @@
 
 import collections
 import random
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -21,6 +22,7 @@ import milepost
 from milepost.integrations.data import Loader, split_dataset_by_node
 from milepost.integrations.data.dealing import ShardRest, Stretch, deal_units, left, share
 from milepost.testing import run_ranks
+from tests.integrations.killing import die_in_the_next_commit
 from tests.trainers import Job
 
 FORK = {"multiprocessing_context": "fork"}
@@ -248,11 +250,20 @@ def read_stream_with_workers(trainer, where, batches, load):
     return found
 
 
+def is_killed_in_a_save(trainer, work, where, folder):
+    die_in_the_next_commit(trainer.rank, folder)
+    work(trainer, where, 2, True)
+
+
 @pytest.mark.parametrize("work", [read_with_workers, read_stream_with_workers])
 def test_workers_that_prefetch_in_real_ranks(tmp_path, work):
     where = str(tmp_path / "a")
     with Job(2) as job:
         first = flat(job.call(work, where, 4, False))
+        job.send(is_killed_in_a_save, work, where, tmp_path)  # what it read is in no checkpoint, and read again
+        for process in job.processes:
+            process.join(60)
+            assert process.exitcode == -signal.SIGKILL
     rest = work(SimpleNamespace(rank=0, world=1), where, None, True)
     wanted = list(range(72))
     if work is read_stream_with_workers:

@@ -30,8 +30,8 @@ def losses_without_ray(steps):
     return found
 
 
-def run(folder, workers, steps):
-    command = [sys.executable, "-W", "ignore", EXAMPLE, folder, "--workers", str(workers), "--steps", str(steps)]
+def run(folder, workers, steps, program=EXAMPLE):
+    command = [sys.executable, "-W", "ignore", program, folder, "--workers", str(workers), "--steps", str(steps)]
     environment = os.environ | {"RAY_worker_niceness": "0"}  # Ray lets its workers wait for all others
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -48,3 +48,54 @@ def test_two_workers_save_and_three_resume(tmp_path):
     with milepost.Checkpointer(tmp_path / "steps") as keeper:
         assert keeper.steps() == [6, 8]
         assert keeper.open().world == 3
+
+
+KILLED = """
+import sys
+from pathlib import Path
+
+import ray.train
+
+sys.path[:0] = {paths!r}
+from examples import ray_train
+from tests.integrations.killing import die_in_the_next_commit
+
+train = ray_train.train
+
+
+def killed_once(config):
+    run = Path(config["run"])
+    begun = run / f"begun-{{ray.train.get_context().get_world_rank()}}"
+    if not begun.exists():
+        begun.touch()
+        report = ray.train.report
+
+        def die_after_step_2(metrics, **given):
+            report(metrics, **given)
+            if metrics["step"] == 3:
+                die_in_the_next_commit(ray.train.get_context().get_world_rank(), run)
+
+        ray.train.report = die_after_step_2
+    train(config)
+
+
+ray_train.train = killed_once
+ray_train.main()
+"""
+
+
+@pytest.mark.timeout(600)
+def test_workers_killed_in_a_save_are_started_again(tmp_path):
+    """All workers die in the commit of step 4; Ray starts them again, and they go on after step 2."""
+    program = tmp_path / "killed.py"
+    root = EXAMPLE.parents[1]
+    program.write_text(KILLED.format(paths=[str(root), str(root / "src")]))
+    printed = run(tmp_path / "run", 2, 6, program)
+    found = re.findall(r"^step (\d+)  loss (\S+)$", printed, re.MULTILINE)
+    steps = [int(step) for step, _ in found]
+    assert steps == [1, 2, 3, 3, 4, 5, 6]
+    expected = losses_without_ray(6)
+    assert [float(loss) for _, loss in found] == pytest.approx([expected[step - 1] for step in steps], rel=1e-9)
+    assert (tmp_path / "run" / "dead").exists()
+    with milepost.Checkpointer(tmp_path / "run" / "steps") as keeper:
+        assert keeper.steps() == [4, 6]

@@ -123,6 +123,18 @@ def test_other_ranks_and_meshes_go_on(ranks, straight, tmp_path):
     assert {**four, **mesh} == pytest.approx({step: straight[step] for step in (3, 4, 5, 6)}, abs=2e-4)
 
 
+def test_replicas_of_shards_go_on(ranks, straight, tmp_path):
+    """2 ranks of FSDP, then HSDP: 2 replicas of 2 shards, which then save; then 2 ranks again."""
+    ranks.run(2, train_on_any, tmp_path, 2, {})
+    replicas = {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 2, "local_batch_size": 1}
+    hybrid = ranks.run(4, train_on_any, tmp_path, 4, replicas)[0]
+    with milepost.open(tmp_path / "checkpoint" / "step-4") as checkpoint:
+        assert checkpoint.world == 4
+    again = ranks.run(2, train_on_any, tmp_path, 6, {})[0]
+    assert [*hybrid, *again] == [3, 4, 5, 6]
+    assert {**hybrid, **again} == pytest.approx({step: straight[step] for step in (3, 4, 5, 6)}, abs=2e-4)
+
+
 def train_on_any(rank, folder, steps, parallelism):
     """Train with a data loader whose state says how many numbers all ranks have taken together."""
     from examples.torchtitan_train import NumbersLoader

@@ -110,6 +110,27 @@ def test_best_model_is_kept_and_loaded(tmp_path):
     assert loaded.lm_head.weight.equal(trainer.model.lm_head.weight)
 
 
+def test_best_model_is_that_of_this_training(tmp_path, caplog):
+    """An earlier training in the folder left steps with higher numbers, and a best among them."""
+
+    def trained(scores, **arguments):
+        made_with = {"compute_metrics": lambda _: {"score": scores.pop(0)}}
+        evaluated = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "score"}
+        trainer = make(
+            tmp_path, made_with=made_with, load_best_model_at_end=True, save_total_limit=1, **evaluated, **arguments
+        )
+        trainer.train()
+        return trainer
+
+    trained([1, 2, 3, 4])
+    assert "starts anew" not in caplog.text
+    trainer = trained([3, 2, 1], max_steps=6, learning_rate=0.02)
+    assert f"starts anew, and {tmp_path / 'checkpoint-8'} is there" in caplog.text
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    with milepost.open(tmp_path / "checkpoint-2") as best:
+        assert best["model.transformer.wte.weight"].read().equal(trainer.model.transformer.wte.weight)
+
+
 def test_checkpoints_of_the_trainer_itself_are_resumed(tmp_path):
     whole = make(tmp_path / "whole", make_trainer=transformers.Trainer)
     whole.train()
@@ -121,6 +142,18 @@ def test_checkpoints_of_the_trainer_itself_are_resumed(tmp_path):
     trainer = make(tmp_path / "run")
     trainer.train(resume_from_checkpoint=True)
     assert losses(trainer) == losses(whole)
+
+
+def test_damaged_checkpoint_is_passed_over(tmp_path, caplog):
+    whole = make(tmp_path)
+    whole.train()
+    for path in (tmp_path / "checkpoint-8").rglob("*.safetensors"):
+        path.write_bytes(b"damaged")
+    again = make(tmp_path)
+    again.train(resume_from_checkpoint=True)
+    assert f"skipping {tmp_path / 'checkpoint-8'}: " in caplog.text
+    assert losses(again) == losses(whole)
+    assert milepost.open(tmp_path / "checkpoint-8").verify().ok
 
 
 def test_nothing_to_resume_is_said(tmp_path):

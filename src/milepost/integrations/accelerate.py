@@ -7,19 +7,20 @@
 `training_state(accelerator)` is the state itself, for `milepost.async_save` and `milepost.Checkpointer`.
 """
 
+import contextlib
 import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, Unpack
+from typing import Any, NoReturn, Self, Unpack
 
 import numpy as np
 import torch
 
 from milepost.api import load, save
 from milepost.checkpoint import open_checkpoint
-from milepost.errors import CheckpointNotFound, InvalidRequest
+from milepost.errors import CheckpointError, CheckpointNotFound, InvalidRequest, InvalidState
 from milepost.loading.options import LoadKeywords
 from milepost.saving.options import SaveKeywords
 from milepost.saving.pipeline import Receipt
@@ -29,6 +30,7 @@ from milepost.steps.checkpointer import Checkpointer
 try:
     from accelerate import Accelerator
     from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.utils import broadcast_object_list
 except ImportError as error:
     raise ImportError("milepost.integrations.accelerate needs Accelerate: pip install accelerate") from error
 
@@ -46,6 +48,7 @@ __all__ = [
 
 _REFUSED = ("DEEPSPEED", "MEGATRON_LM", "XLA")
 _OLD_FILES = "random_states_*.pkl"
+_STEPS, _NAMES = "checkpoints", "checkpoint_{step}"  # as Accelerate calls them
 
 
 def training_state(accelerator: Accelerator, *, data: bool = True) -> dict[str, Any]:
@@ -177,7 +180,7 @@ class _OptimizerOfFSDP1:
 
 def _loader_state(loader: Any) -> Any:
     if getattr(loader, "use_stateful_dataloader", False):
-        return PerRank(loader)
+        return PerRank(loader, remap=_no_position_of_other_ranks)
     return PerRank(_LoaderPosition(loader), remap=_position_of_other_ranks)
 
 
@@ -208,6 +211,17 @@ class _LoaderPosition:
         sampler = self._sampler
         if isinstance(sampler, SeedableRandomSampler) and "seed" in state_dict:
             sampler.initial_seed, sampler.epoch = state_dict["seed"], state_dict["epoch"]
+
+
+def _no_position_of_other_ranks(old: Sequence[dict[str, Any]], rank: int, world: int) -> NoReturn:
+    """On another number of ranks: Accelerate cuts the data by rules of its own, which say nothing about the rest."""
+    del rank
+    raise InvalidState(
+        f"{len(old)} ranks saved where their stateful loaders were, and this job has {world}; Accelerate cannot deal "
+        "the rest of the data out anew. Load everything else with load_state(..., data=False): the loaders then start "
+        "anew. Or keep a loader out of accelerator.prepare, and save its position with "
+        "milepost.integrations.data.Loader, which goes on with any number of ranks"
+    )
 
 
 def _position_of_other_ranks(old: Sequence[dict[str, Any]], rank: int, world: int) -> dict[str, Any]:
@@ -273,6 +287,8 @@ class InstalledStates:
     def __init__(self, accelerator: Accelerator, keeper: Checkpointer | None, *, wait: bool) -> None:
         self.checkpointer = keeper
         self._accelerator, self._wait = accelerator, wait
+        self._is_newest = False
+        """Whether the steps of this job are the newest that are there."""
         self._old_load: Callable[..., None] = accelerator.load_state
 
     def save_state(
@@ -291,25 +307,70 @@ class InstalledStates:
                 )
             return save_state(accelerator, output_dir).url
         step = accelerator.project_configuration.iteration
+        self._check_newest(self.checkpointer, step)
         accelerator.project_configuration.iteration += 1
         state = training_state(accelerator)
         if self._wait:
             return self.checkpointer.save(state, step).url
         return str(self.checkpointer.async_save(state, step).url)
 
+    def _check_newest(self, keeper: Checkpointer, step: int) -> None:
+        """Refuse to save below steps that are there: the next `load_state()` would take those, of another run."""
+        if self._is_newest:
+            return
+        found: list[int | None] = [None]
+        with contextlib.suppress(CheckpointError, OSError):  # the save tells it, on all ranks
+            found = [keeper.latest() if self._accelerator.is_main_process else None]
+        if self._accelerator.num_processes > 1:
+            broadcast_object_list(found)
+        if found[0] is not None and found[0] >= step:
+            raise InvalidRequest(
+                f"{keeper.url} has steps up to {found[0]}, and this run would save step {step}: the next load_state() "
+                "would take the older run. Begin with accelerator.load_state(), take another project_dir, or count on: "
+                f"accelerator.project_configuration.iteration = {found[0] + 1}"
+            )
+        self._is_newest = True
+
     def load_state(
-        self, input_dir: str | os.PathLike[str] | None = None, load_kwargs: dict[str, Any] | None = None, **options: Any
+        self,
+        input_dir: str | os.PathLike[str] | None = None,
+        load_kwargs: dict[str, Any] | None = None,
+        *,
+        data: bool = True,
+        **options: Any,
     ) -> None:
-        """As `Accelerator.load_state`. Without a folder: the newest whole step. Takes Accelerate's own folders too."""
-        if input_dir is not None:
-            if not _is_ours(input_dir) and any(Path(input_dir).glob(_OLD_FILES)):
-                self._old_load(os.fspath(input_dir), load_kwargs, **options)
+        """As `Accelerator.load_state`. Without a folder: the newest whole step. Takes Accelerate's own folders too.
+
+        `data=False` leaves the data loaders as they are. `load_kwargs` and `options` are for Accelerate's own folders.
+        """
+        self._is_newest = False
+        if input_dir is None and self.checkpointer is not None:
+            self.checkpointer.wait()
+            newest = self.checkpointer.latest()
+            if newest is not None and _is_accelerates(folder := self._folder_of(newest)):
+                self.load_state(folder, load_kwargs, data=data, **options)
+                self._accelerator.project_configuration.iteration = newest + 1  # Accelerate leaves it at 0
                 return
-            load_state(self._accelerator, input_dir)
+        if input_dir is not None and _is_accelerates(input_dir):
+            if not data:
+                raise InvalidRequest(
+                    f"data=False: {os.fspath(input_dir)} was saved by Accelerate, which loads all of it"
+                )
+            self._old_load(os.fspath(input_dir), load_kwargs, **options)
+            return
+        if options:
+            raise InvalidRequest(f"{', '.join(options)}: for folders that Accelerate saved, and not for Milepost's")
+        if input_dir is not None:
+            load_state(self._accelerator, input_dir, data=data)
         elif self.checkpointer is None:
             raise InvalidRequest("say what to load: accelerator.load_state(folder)")
         else:
-            self.checkpointer.restore(training_state(self._accelerator))
+            given: LoadKeywords = {} if data else {"allow_unexpected": True}
+            self.checkpointer.restore(training_state(self._accelerator, data=data), **given)
+            self._is_newest = True  # those above are damaged
+
+    def _folder_of(self, step: int) -> str:
+        return os.path.join(self._accelerator.project_dir, _STEPS, _NAMES.format(step=step))
 
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
@@ -349,11 +410,16 @@ def install(accelerator: Accelerator, *, wait: bool = True, **options: Any) -> I
             )
         keeper = None
     else:
-        given = {"keep_last": project.total_limit, "names": "checkpoint_{step}", **options}
-        keeper = Checkpointer(os.path.join(accelerator.project_dir, "checkpoints"), **given)
+        given = {"keep_last": project.total_limit, "names": _NAMES, **options}
+        keeper = Checkpointer(os.path.join(accelerator.project_dir, _STEPS), **given)
     installed = InstalledStates(accelerator, keeper, wait=wait)
     accelerator.save_state, accelerator.load_state = installed.save_state, installed.load_state
     return installed
+
+
+def _is_accelerates(path: str | os.PathLike[str]) -> bool:
+    """Whether Accelerate saved this folder; the random numbers come last."""
+    return any(Path(path).glob(_OLD_FILES)) and not _is_ours(path)
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

@@ -20,10 +20,12 @@ import torch
 
 from milepost.api import load
 from milepost.checkpoint import open_checkpoint
-from milepost.errors import CheckpointNotFound, InvalidRequest
+from milepost.commit.find import look_whole
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
 from milepost.integrations.accelerate import optimizer_state, random_of_other_ranks, random_state, set_random_state
 from milepost.state.take_apart import PerRank
 from milepost.steps.checkpointer import Checkpointer
+from milepost.store import store_at
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -62,6 +64,7 @@ class MilepostCheckpoints(_Base):
         super().__init__(*args, **kwargs)
         self._async_saves = async_saves
         self._keeper: Checkpointer | None = None
+        self._bests = 0.0
         self._resuming: str | None = None
         self._random: Mapping[str, Any] | None = None
         if self.is_deepspeed_enabled:
@@ -90,6 +93,7 @@ class MilepostCheckpoints(_Base):
     def _to_resume(self, wish: str | bool | None) -> str | None:
         """The checkpoint that the ranks resume from; rank 0 looks for it. Raises ValueError if there is none."""
         if wish is None or wish is False:
+            self._warn_of_older()
             return None
         if wish is not True:
             return os.fspath(wish)
@@ -99,6 +103,15 @@ class MilepostCheckpoints(_Base):
         if found[0] is None:
             raise ValueError(f"No valid checkpoint found in output directory ({self.args.output_dir})")
         return found[0]
+
+    def _warn_of_older(self) -> None:
+        older = _newest(self.args.output_dir) if self.args.process_index == 0 else None
+        if older is not None:
+            _log.warning(
+                "this training starts anew, and %s is there already. Until there is a higher step, "
+                "resume_from_checkpoint=True takes that one. Take another output_dir, or remove the older checkpoints.",
+                older,
+            )
 
     # Saving
 
@@ -115,7 +128,8 @@ class MilepostCheckpoints(_Base):
             self.state.best_model_checkpoint = os.path.join(folder, _NAMES.format(step=self.state.best_global_step))
         state = self._parts(only_model=self.args.save_only_model)
         metadata = {"trainer_state": self._state_as_text(), "only_model": self.args.save_only_model}
-        metrics = {_BEST: float(step)} if is_best else None
+        self._bests += is_best
+        metrics = {_BEST: self._bests} if is_best else None
         if self._async_saves:
             keeper.async_save(state, step, metrics=metrics, metadata=metadata)
         else:
@@ -128,9 +142,11 @@ class MilepostCheckpoints(_Base):
             self._keeper = None
         if self._keeper is None:
             limit = self.args.save_total_limit
-            # The newest step that was the best when it was saved is the best of all.
+            # The last step that was the best when it was saved is the best of all. They are counted, over all trainings
+            # in this folder: an earlier one may have left steps with higher numbers.
             best = {} if limit is None else {"keep_best": 1, "best": _BEST, "mode": "max"}
             self._keeper = Checkpointer(url, keep_last=limit, names=_NAMES, **best)  # type: ignore[arg-type]
+            self._bests = 0.0 if limit is None else _bests_in(self._keeper)
         return self._keeper
 
     def _state_as_text(self) -> str:
@@ -238,14 +254,35 @@ class MilepostTrainer(MilepostCheckpoints, Trainer):
     """`transformers.Trainer` whose checkpoints are Milepost's: see `MilepostCheckpoints`."""
 
 
+def _bests_in(keeper: Checkpointer) -> float:
+    """How many bests were counted in this folder. On rank 0 it counts; the others may see less."""
+    with contextlib.suppress(CheckpointError, OSError):
+        best = keeper.best()
+        if best is not None:
+            with keeper.open(best) as checkpoint:
+                return float(checkpoint.metadata["metrics"][_BEST])
+    return 0.0
+
+
 def _newest(folder: str) -> str | None:
     """The newest checkpoint that is whole: Milepost's, or one that the Trainer wrote to its end."""
-    found: dict[int, str] = {}
+    found: dict[int, Path] = {}
     for path in Path(folder).glob("checkpoint-*"):
         step = path.name.removeprefix("checkpoint-")
-        if step.isdecimal() and (_is_ours(path) or Path(path, _STATE_FILE).is_file()):
-            found[int(step)] = str(path)
-    return found[max(found)] if found else None
+        if step.isdecimal():
+            found[int(step)] = path
+    return next((str(found[step]) for step in sorted(found, reverse=True) if _looks_whole(found[step])), None)
+
+
+def _looks_whole(path: Path) -> bool:
+    try:
+        if _is_ours(path):
+            look_whole(store_at(path))
+            return True
+    except CheckpointDamaged as error:
+        _log.warning("skipping %s: %s", path, error)
+        return False
+    return (path / _STATE_FILE).is_file()
 
 
 def _is_ours(path: str | os.PathLike[str]) -> bool:

@@ -1,5 +1,6 @@
 """Checkpoints of DeepSpeed are read: parts of ZeRO of all stages, and universal folders, as its own tools read them."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from tests import golden
 from tests.ranks import spawn
 
 FOLDER = Path(golden.__file__).parent / "deepspeed"
+PAGE = FOLDER.parents[2] / "docs" / "frameworks" / "deepspeed.md"
 EXPECTED = load_file(FOLDER / "expected.safetensors")
 STEPS = {name: FOLDER / name / "global_step3" for name in ("zero1", "zero2", "zero3")}
 STEPS["universal"] = FOLDER / "universal" / "global_step3_universal"
@@ -40,6 +42,20 @@ def test_weights_are_those_of_the_tool(name, whole):
         assert (checkpoint["step"], checkpoint["note"]) == (3, "hello")
         assert checkpoint["lr_scheduler.last_epoch"] == 3
         assert checkpoint.verify().ok
+
+
+def test_the_code_of_the_page_runs(tmp_path, monkeypatch, capsys):
+    """Not by test_docs: the page reads a checkpoint that no page can make."""
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(STEPS["zero2"].parent, tmp_path / "runs" / "deepspeed")
+    (code,) = re.findall(r"^```\n(.+?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    model = nn.Sequential()
+    model.embed = nn.Embedding(11, 7)
+    exec(code, {"model": model})
+    assert "deepspeed ['module.frozen'," in capsys.readouterr().out
+    wanted = expected("zero2")["embed.weight"]
+    assert torch.equal(model.embed.weight.detach(), wanted)
+    assert torch.equal(milepost.open("runs/own")["module.embed.weight"][...].float(), wanted)
 
 
 @pytest.mark.parametrize("name", ["zero2", "zero3"])
