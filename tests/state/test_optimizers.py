@@ -10,25 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 
 import milepost
 from milepost.store import MemoryStore
+from tests.state.trained import FORMS, by_name, net, same, train
 from tests.strategies import examples
-
-
-def net():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2))
-
-
-def train(model, *optimizers, steps=2):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        model(torch.randn(5, 4, generator=generator)).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
 
 
 def trained(kind=torch.optim.AdamW, **options):
@@ -40,25 +27,6 @@ def trained(kind=torch.optim.AdamW, **options):
 
 def keys_of(place):
     return [key for key in milepost.open(place) if key.startswith("optim.state")]
-
-
-def same(a, b):
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    return torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
-
-
-def by_name(model, *optimizers):
-    """(state, options) of each parameter, by its name in the model."""
-    names = {p: name for name, p in model.named_parameters()}
-    found = {}
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            options = {key: value for key, value in group.items() if key != "params"}
-            found.update({names[p]: (dict(optimizer.state.get(p, {})), options) for p in group["params"]})
-    return found
 
 
 def test_keys_are_the_names_of_the_parameters():
@@ -407,9 +375,6 @@ def test_every_way_to_save_uses_names(tmp_path, way):
         milepost.async_save(state, tmp_path).result()
         milepost.load({"model": other, "optim": target}, tmp_path)
     assert same(by_name(other, target)["2.bias"][0], by_name(model, optimizer)["2.bias"][0])
-
-
-FORMS = {"nested": StateDictOptions(), "flat": StateDictOptions(flatten_optimizer_state_dict=True)}
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

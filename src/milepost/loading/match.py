@@ -91,6 +91,7 @@ class Matcher:
         self._not_saved: set[Path] = set()
         self._shapes: dict[str, tuple[Shape, Shape]] = {}
         self._dtypes: dict[str, tuple[str, str]] = {}
+        self._changed: set[str] = set()  # also where this rank holds nothing of a tensor
         self._kinds: dict[str, str] = {}
         self._read_bytes = self._shared_bytes = 0
         self._on_device = False
@@ -129,7 +130,8 @@ class Matcher:
         )
 
     def _plans(self) -> dict[Path, OptimizerPlan]:
-        return {path: found.plan for path, found in self._named.items() if found.plan is not None}
+        plans = {path: found.plan for path, found in self._named.items() if found.plan is not None}
+        return {path: plan.with_changed(self._changed) for path, plan in plans.items()}
 
     @cached_property
     def _root(self) -> Branch:
@@ -397,6 +399,8 @@ class Matcher:
         if local.shape != saved.shape:
             self._shapes[key] = (saved.shape, local.shape)
             return []
+        if local.dtype != saved.dtype:
+            self._changed.add(key)
         if local.dtype != saved.dtype and local.parts:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not may_convert(saved.dtype, local.dtype, self._convert_dtype):

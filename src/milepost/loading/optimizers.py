@@ -5,7 +5,8 @@ another optimizer. Each group gets the options on which the saved groups of its 
 """
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +29,8 @@ class OptimizerPlan:
 
     `states`: the names in the tree of the members that were saved, by id. `sources`: for each group the keys in the
     tree of the groups that give it its options, and `given` what these have beside the tree. `kept`: the members of
-    which nothing was saved. `extra`: the keys of state that belongs to no parameter.
+    which nothing was saved. `extra`: the keys of state that belongs to no parameter. `changed`: the members whose
+    parameter has another type than it was saved with.
     """
 
     named: NamedOptimizer
@@ -38,6 +40,12 @@ class OptimizerPlan:
     kept: frozenset[Hashable]
     extra: tuple[Hashable, ...]
     given: Mapping[Hashable, Mapping[str, Any]]
+    changed: frozenset[Hashable] = frozenset()
+
+    def with_changed(self, keys: AbstractSet[str]) -> "OptimizerPlan":
+        """The plan, with the keys of all tensors whose type has changed."""
+        members = (member for group in self.named.groups for member in group)
+        return replace(self, changed=frozenset(member.id for member in members if not keys.isdisjoint(member.names)))
 
     def load(self, tree: Mapping[str, Any]) -> None:
         """Give the optimizer what the tree holds for its parameters. What was not saved stays as it is."""
@@ -50,7 +58,7 @@ class OptimizerPlan:
             found = [{**options_of(tree["param_groups"][key]), **self.given[key]} for key in sources]
             groups.append({**group, **_agreed(found, show_path(self.path))})
         with torch.inference_mode(mode=False):  # what it makes of the state must be fit for training
-            self.named.feed({**own, **tree, "state": state, "param_groups": groups})
+            self.named.feed({**own, **tree, "state": state, "param_groups": groups}, self.changed)
 
 
 def _agreed(found: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
@@ -128,7 +136,7 @@ class OptimizerMatcher:
             self._check_order(homes, members)
         extra = self._open_rest()
         plan = OptimizerPlan(self._named, self._path, states, tuple(sources), frozenset(kept), extra, self._given)
-        self._found.plan = plan if states else None
+        self._found.plan = plan if states or any(sources) else None
         return self._found
 
     def _key(self, *steps: Hashable) -> str:
@@ -232,6 +240,9 @@ class OptimizerMatcher:
             return ()
         for name, branch in saved.others.items():
             self._found.tree[str(name)] = self._build(branch, (name,), existing=self._current.get(str(name)))
+        for key, group in saved.groups.items():
+            if not group.members:  # of a rank whose group was empty: it holds nothing that a target could lack
+                self._group(saved, key, {})
         extra = tuple(key for key in saved.state if key not in saved.first)
         for key in extra:
             self._found.tree["state"][key] = self._build(saved.state[key], ("state", key))

@@ -57,7 +57,9 @@ class SavedOptimizer:
 
     def names_of(self, member: Member, path: Path) -> tuple[Hashable, ...]:
         """Which names of a parameter of the optimizer at `path` it holds."""
-        names: tuple[Hashable, ...] = member.short if self.short else member.names
+        names: tuple[Hashable, ...] = member.names
+        if self.short:
+            names = member.short if self.path == path else member.unique
         if not member.names and self.path == path:
             names = (member.id,)
         return tuple(name for name in names if name in self.first)
@@ -125,7 +127,7 @@ class SavedOptimizers:
                 same = None if short else self._value(node)
                 first[name] = same if isinstance(same, str) else name
                 holders.setdefault(name, []).append(key)
-        if not first:
+        if not first and (short or not groups):
             return None
         return SavedOptimizer(path, state, groups, first, holders, others, short)
 

@@ -14,7 +14,9 @@ parameter that no module owns keeps its number.
 import contextlib
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -36,12 +38,13 @@ class Member:
     """A parameter of an optimizer. `id`: its number, or what else the optimizer's state dict calls it.
 
     `names`: all its names in the state, none where no module owns it. `short`: its names within its module, where no
-    other parameter of the state's optimizers has the same one.
+    other parameter of this optimizer has the same one; `unique`: where none of any optimizer of the state has it.
     """
 
     id: Hashable
     names: tuple[str, ...] = ()
     short: tuple[str, ...] = ()
+    unique: tuple[str, ...] = ()
 
     @property
     def name(self) -> Hashable:
@@ -57,14 +60,14 @@ class NamedOptimizer:
     """An optimizer with the names of its parameters, by groups.
 
     `state_dict`: as the optimizer gives it, with the ids of the members. `like` gives a tensor that is cut as the state
-    of a parameter, by its id. `feed` takes such a state dict back.
+    of a parameter, by its id. `feed` takes such a state dict back, with the ids of parameters whose type has changed.
     """
 
     optimizer: torch.optim.Optimizer
     groups: Groups
     state_dict: Mapping[str, Any]
     like: Callable[[Hashable], Any]
-    feed: Callable[[dict[str, Any]], None]
+    feed: Callable[[dict[str, Any], AbstractSet[Hashable]], None]
 
     def named(self) -> dict[str, Any]:
         """The state dict with names in place of ids."""
@@ -105,24 +108,22 @@ class OwnerNames:
         self._paths: dict[int, list[tuple[int, Path]]] = {}
         self._parameters: dict[int, torch.Tensor] = {}  # which keeps their ids from being used again
         texts: dict[str, set[int]] = {}
-        short: dict[str, set[int]] = {}
         for number, (path, module) in enumerate(self._modules):
             for name, parameter in parameters_of(module):
                 self._parameters[id(parameter)] = parameter
                 self._paths.setdefault(id(parameter), []).append((number, (*path, name)))
                 texts.setdefault(show_path((*path, name)), set()).add(id(parameter))
-                if id(parameter) in trained:
-                    short.setdefault(name, set()).add(id(parameter))
         self._ambiguous = {text for text, ids in texts.items() if len(ids) > 1}
-        self._repeated = {name for name, ids in short.items() if len(ids) > 1}
+        self._repeated = self._repeated_in(trained)
 
     def of(self, optimizer: torch.optim.Optimizer) -> NamedOptimizer | None:
         """The optimizer with names. None for one whose parameters have none, or that has a state dict of its own."""
         if not _is_plain(optimizer):
             return None
-        owners = {self._paths[id(p)][0][0] for p in _parameters(optimizer) if id(p) in self._paths}
-        if not owners:
-            return None
+        held = list(_parameters(optimizer))
+        owners = {self._paths[id(p)][0][0] for p in held if id(p) in self._paths}
+        if not owners and (held or not self._modules):
+            return None  # one without parameters (of a stage that has none) has the form that other ranks give
         fsdp = fsdp_class()
         sharded = [i for i in owners if fsdp and any(isinstance(m, fsdp) for m in self._modules[i][1].modules())]
         if sharded:
@@ -133,19 +134,28 @@ class OwnerNames:
         state_dict = optimizer.state_dict()
         if not _is_usual(state_dict, optimizer):
             return None
+        repeated = self._repeated_in({id(parameter) for parameter in _parameters(optimizer)})
         parameters: dict[Hashable, torch.Tensor] = {}
         groups = []
         for described, group in zip(state_dict["param_groups"], optimizer.param_groups, strict=True):
             members = dict(zip(described["params"], group["params"], strict=True))
             parameters.update(members)
-            groups.append(tuple(self._member(number, parameter) for number, parameter in members.items()))
-        return NamedOptimizer(optimizer, tuple(groups), state_dict, parameters.get, optimizer.load_state_dict)
+            groups.append(tuple(self._member(number, parameter, repeated) for number, parameter in members.items()))
+        return NamedOptimizer(optimizer, tuple(groups), state_dict, parameters.get, partial(_feed, optimizer))
 
-    def _member(self, number: Hashable, parameter: torch.Tensor) -> Member:
+    def _repeated_in(self, parameters: AbstractSet[int]) -> set[str]:
+        """The names within modules that several of these parameters have."""
+        ids: dict[str, set[int]] = {}
+        for one in parameters:
+            for _, path in self._paths.get(one, ()):
+                ids.setdefault(str(path[-1]), set()).add(one)
+        return {name for name, held in ids.items() if len(held) > 1}
+
+    def _member(self, number: Hashable, parameter: torch.Tensor, repeated: AbstractSet[str]) -> Member:
         found = self._paths.get(id(parameter), [])
         names = dict.fromkeys(self._text(path) for _, path in found)
-        short = dict.fromkeys(str(path[-1]) for _, path in found if str(path[-1]) not in self._repeated)
-        return Member(number, tuple(names), tuple(short))
+        short = tuple(dict.fromkeys(str(path[-1]) for _, path in found if str(path[-1]) not in repeated))
+        return Member(number, tuple(names), short, tuple(name for name in short if name not in self._repeated))
 
     def _text(self, path: Path) -> str:
         text = show_path(path)
@@ -198,6 +208,31 @@ def _is_usual(state_dict: Any, optimizer: torch.optim.Optimizer) -> bool:
     return all(isinstance(g, dict) and len(g.get("params", ())) == len(own["params"]) for g, own in pairs)
 
 
+def _feed(optimizer: torch.optim.Optimizer, wanted: dict[str, Any], changed: AbstractSet[Hashable]) -> None:
+    """`load_state_dict`, which turns all state of a parameter into the parameter's type: that would lose what is exact.
+
+    State is kept in the type that it has in `wanted`, except that of `changed` parameters: theirs has to follow them.
+    """
+    optimizer.load_state_dict(wanted)
+    for described, group in zip(wanted["param_groups"], optimizer.param_groups, strict=True):
+        for number, parameter in zip(described["params"], group["params"], strict=True):
+            if number not in changed and parameter in optimizer.state and number in wanted["state"]:
+                optimizer.state[parameter] = _exact(
+                    optimizer.state[parameter], wanted["state"][number], parameter.dtype
+                )
+
+
+def _exact(loaded: Any, given: Any, cast: torch.dtype) -> Any:
+    """What an optimizer made of what it was given, with tensors that it cast to a type as they were given."""
+    if isinstance(loaded, dict) and isinstance(given, Mapping):
+        loaded.update((k, _exact(v, given[k], cast)) for k, v in loaded.items() if k in given and k != "step")
+    elif type(loaded) in (list, tuple) and isinstance(given, (list, tuple)) and len(loaded) == len(given):
+        return type(loaded)(_exact(one, other, cast) for one, other in zip(loaded, given, strict=True))
+    elif isinstance(loaded, torch.Tensor) and isinstance(given, torch.Tensor) and given.dtype != loaded.dtype == cast:
+        return given.to(loaded.device)
+    return loaded
+
+
 def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) -> NamedOptimizer:
     """The optimizer of an FSDP1 model. Its parameters are parts of flat ones; FSDP gives the state of each original.
 
@@ -215,7 +250,7 @@ def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) ->
     names = [name for group in state_dict["param_groups"] for name in group["params"]]
     plain = plain_keys_of(module, names)
     groups = tuple(
-        tuple(Member(name, (show_path((*path, plain[name])),), (plain[name],)) for name in group["params"])
+        tuple(Member(name, (show_path((*path, plain[name])),), *[(plain[name],)] * 2) for name in group["params"])
         for group in state_dict["param_groups"]
     )
     shards: dict[Hashable, Any] = {}
@@ -226,7 +261,8 @@ def _of_fsdp(optimizer: torch.optim.Optimizer, path: Path, module: nn.Module) ->
                 shards.update(module.state_dict())
         return shards.get(name)
 
-    def feed(wanted: dict[str, Any]) -> None:
+    def feed(wanted: dict[str, Any], changed: AbstractSet[Hashable]) -> None:
+        del changed
         with sharded_states(module), _quietly():
             optimizer.load_state_dict(fsdp.optim_state_dict_to_load(module, optimizer, wanted))
 
