@@ -4,8 +4,10 @@ So the Markdown stays plain, and reads well elsewhere. A name of milepost that d
 is not in docs/inventory/torch.txt, is a warning: the build fails.
 """
 
+import ast
 import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +19,13 @@ from sphinx.util import logging
 
 NAME = re.compile(r"((?:milepost|torch)(?:\.\w+)+|[A-Z]\w+Error|os\.PathLike|pickle)(\(.*\))?")
 INVENTORIES = Path(__file__).parent.parent / "inventory"
+SOURCE = Path(__file__).parents[2] / "src" / "milepost"
 
 
 def exists(name: str) -> bool:
     """Whether a name of milepost can be imported."""
+    if name.startswith("milepost.integrations."):
+        return _is_in_source(name.split(".")[2:])
     module, _, attribute = name.rpartition(".")
     try:
         found = importlib.import_module(module)
@@ -30,6 +35,23 @@ def exists(name: str) -> bool:
         return hasattr(found, attribute) or bool(importlib.import_module(name))
     except ImportError:
         return False
+
+
+def _is_in_source(parts: list[str]) -> bool:
+    """Whether an integration has a name. It is not imported: its framework may not be there."""
+    place = SOURCE / "integrations" / parts[0]
+    file = place / "__init__.py" if place.is_dir() else place.with_suffix(".py")
+    if not file.exists():
+        return False
+    return len(parts) == 1 or parts[1] in set(_names(ast.parse(file.read_text())))
+
+
+def _names(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            yield node.name
+        elif isinstance(node, ast.alias):
+            yield node.asname or node.name
 
 
 class CodeLinks(SphinxTransform):
