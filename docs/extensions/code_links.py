@@ -52,6 +52,8 @@ def _names(tree: ast.AST) -> Iterator[str]:
             yield node.name
         elif isinstance(node, ast.alias):
             yield node.asname or node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
 
 
 class CodeLinks(SphinxTransform):
