@@ -178,6 +178,7 @@ def uneven_work(rank: int, where: str) -> None:
     milepost.save(state, where)
 
 
+@pytest.mark.slow
 def test_pipeline_stages_and_submeshes_make_one_checkpoint(tmp_path):
     spawn(4, uneven_work, str(tmp_path))
     with milepost.open(tmp_path) as checkpoint:

@@ -119,6 +119,7 @@ def test_survivors_name_a_killed_rank_and_go_on(tmp_path, victim):
     kill_trial(tmp_path, 3, (victim,), random.Random(victim).uniform(0.0, 0.4), True)
 
 
+@pytest.mark.slow
 def test_processes_finish_the_save_of_killed_ranks_and_end(tmp_path):
     with Job(2) as job:
         job.call(open_saver)

@@ -82,6 +82,7 @@ def failing(dcp, rank, folder):
     return type(error).__name__, list(error.failures), str(error.failures[1][0])
 
 
+@pytest.mark.slow
 def test_a_failure_in_the_background_reaches_every_rank(tmp_path):
     assert spawn(2, run_ours, failing, tmp_path) == [("CheckpointException", [1], "late")] * 2
 

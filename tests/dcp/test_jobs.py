@@ -134,6 +134,7 @@ def ddp(dcp, rank, folder):
     return sorted(metadata.state_dict_metadata), whole(other.state_dict())
 
 
+@pytest.mark.slow
 def test_ddp_saves_and_loads(tmp_path):
     for ours, theirs in spawn(2, run_both, ddp, tmp_path):
         assert ours == theirs

@@ -144,6 +144,7 @@ def tiny_on_rank(rank, folder):
     return shards
 
 
+@pytest.mark.slow
 def test_ranks_without_a_shard_of_fsdp1_load(tmp_path):
     assert spawn(2, tiny_on_rank, str(tmp_path)) == [1, 0], "the bias has one element"
 
