@@ -1,7 +1,7 @@
 """What the property tests draw from, how many examples they run, and the brute force that they compare with.
 
 All examples are derived from the tests themselves, so every run draws the same ones. `MILEPOST_EXAMPLES=20` draws
-twenty times as many; `./scripts/test --fast` draws a fifth.
+twenty times as many; `./scripts/test --fast` draws a tenth.
 """
 
 import math

@@ -257,6 +257,7 @@ def subgroup_work(rank: int, where: str) -> None:
         assert receipt.world == 2
 
 
+@pytest.mark.slow
 def test_a_subgroup_saves_without_the_others(tmp_path):
     spawn(3, subgroup_work, str(tmp_path))
     assert milepost.open(Path(tmp_path))["v"].read().tolist() == [1.0, 1.0, 2.0, 2.0]

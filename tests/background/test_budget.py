@@ -90,6 +90,7 @@ def test_the_call_waits_only_for_what_is_not_copied(tmp_path, monkeypatch):
     assert content(tmp_path / "later")["files"] == content(tmp_path / "now")["files"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("small", ["first", "last", "all"])
 def test_ranks_with_different_budgets_save_together(team, tmp_path, small):
     """Where a process does the work for some ranks and the trainer for others, too."""

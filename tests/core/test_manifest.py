@@ -444,6 +444,7 @@ def test_every_rank_has_a_file_of_its_own(ranks):
     assert len({shard_name("00000001-01234567", rank) for rank in ranks}) == len(ranks)
 
 
+@pytest.mark.slow
 def test_sealing_leaves_no_objects_behind():
     """msgspec did not free the iterators that it made of tuples: six for each save."""
     manifest = small()

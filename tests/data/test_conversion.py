@@ -32,6 +32,7 @@ def meaning(saved, target):
     return saved == target or any(saved in kind and target in kind for kind in kinds)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:ComplexHalf", "ignore:Casting complex")
 def test_every_pair_of_types_is_converted_or_refused_before_reading(tmp_path):
     milepost.save({name: small(name) for name in NAMES}, tmp_path)

@@ -129,6 +129,7 @@ class Slow(milepost.dcp.DefaultSavePlanner):
         return super().resolve_data(write_item)
 
 
+@pytest.mark.slow
 def test_saves_that_share_a_planner_or_a_writer_take_turns(tmp_path):
     planner, writer = Slow(), milepost.dcp.FileSystemWriter(tmp_path)
 
@@ -172,6 +173,7 @@ def staging_fails(dcp, rank, folder):
     return found
 
 
+@pytest.mark.slow
 def test_a_stager_that_fails_on_one_rank_fails_the_save_of_all(tmp_path):
     assert spawn(2, run_ours, staging_fails, tmp_path, timeout_s=60) == [[[1], [1]], ["mine", "mine"]]
 

@@ -217,6 +217,7 @@ def groups(dcp, rank, folder):
     return whole(target), whole(alone)
 
 
+@pytest.mark.slow
 def test_groups_and_single_ranks_save_by_themselves(tmp_path):
     for rank, (ours, theirs) in enumerate(spawn(4, run_both, groups, tmp_path)):
         assert ours == theirs == ({"rank": [rank // 2]}, {"rank": [rank]})

@@ -221,6 +221,7 @@ def test_root_never_looks_empty_while_its_only_step_is_replaced(tmp_path):
     assert Checkpointer(Overtaken(tmp_path)).latest() == 4
 
 
+@pytest.mark.slow
 def test_readers_see_whole_checkpoints_while_steps_come_and_go(tmp_path):
     keeper = Checkpointer(tmp_path, keep_last=1)
     keeper.save(state(0), 0)
