@@ -81,7 +81,28 @@ class FileSystem(FileSystemBase):
         return list(self._connected().ls(os.fspath(path), detail=False))
 
 
-class FsspecWriter(FileSystemWriter):
+class _AtFsspec:
+    """Storage at a path or URL of fsspec."""
+
+    def _connect(self, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
+        self._options = options
+        self.fs = FileSystem()
+        self.path = self.fs.init_path(path, **options)
+
+    def reset(self, checkpoint_id: Any = None) -> None:
+        """Begin a new save or load."""
+        store = store_by_fsspec(checkpoint_id, **self._options) if checkpoint_id else None
+        super().reset(store)  # type: ignore[misc]  # of the writer or the reader
+        if checkpoint_id:
+            self.path = checkpoint_id
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        """Whether fsspec has a file system for this path or URL."""
+        return FileSystem.validate_checkpoint_id(checkpoint_id)
+
+
+class FsspecWriter(_AtFsspec, FileSystemWriter):
     """Writes Milepost's format to a path or URL of fsspec; `kwargs` are the options of the file system.
 
     A local path or `file://` URL keeps all promises of Milepost. Elsewhere a checkpoint appears when its manifest is
@@ -111,41 +132,15 @@ class FsspecWriter(FileSystemWriter):
             _extensions=_extensions,
             serialization_format=serialization_format,
         )
-        self._options = kwargs
-        self.fs = FileSystem()
-        self.path = self.fs.init_path(path, **kwargs)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin a new save."""
-        super().reset(store_by_fsspec(checkpoint_id, **self._options) if checkpoint_id else None)
-        if checkpoint_id:
-            self.path = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether fsspec has a file system for this path or URL."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        self._connect(path, kwargs)
 
 
-class FsspecReader(FileSystemReader):
+class FsspecReader(_AtFsspec, FileSystemReader):
     """Reads Milepost's format, every byte verified, from a path or URL of fsspec."""
 
     def __init__(self, path: str | os.PathLike[str], **kwargs: Any) -> None:
         super().__init__(store_by_fsspec(path, **kwargs))
-        self._options = kwargs
-        self.fs = FileSystem()
-        self.path = self.fs.init_path(path, **kwargs)
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """Begin a new load."""
-        super().reset(store_by_fsspec(checkpoint_id, **self._options) if checkpoint_id else None)
-        if checkpoint_id:
-            self.path = checkpoint_id
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Whether fsspec has a file system for this path or URL."""
-        return FileSystem.validate_checkpoint_id(checkpoint_id)
+        self._connect(path, kwargs)
 
 
 lend(__name__)

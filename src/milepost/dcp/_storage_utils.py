@@ -8,14 +8,22 @@ from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 
 
-def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> Any:
-    """The storage to use, reset to `checkpoint_id`; where none is given, what knows that place."""
+def reset_to(storage: Any, checkpoint_id: str | os.PathLike[str] | None) -> Any:
+    """The storage that was given, reset to the place. None where only a place was given."""
     if storage:
         if checkpoint_id is not None:
             storage.reset(checkpoint_id)
         return storage
     if not checkpoint_id:
         raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+    return None
+
+
+def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> Any:
+    """The storage to use, reset to `checkpoint_id`; where none is given, what knows that place."""
+    given = reset_to(storage, checkpoint_id)
+    if given is not None:
+        return given
     missing = ""
     for target in _candidates(reader):
         try:

@@ -36,9 +36,9 @@ except ImportError as error:
 
 __all__ = [
     "InstalledStates",
+    "bare_optimizer",
     "install",
     "load_state",
-    "optimizer_state",
     "random_of_other_ranks",
     "random_state",
     "save_state",
@@ -59,10 +59,10 @@ def training_state(accelerator: Accelerator, *, data: bool = True) -> dict[str, 
     Megatron-LM, XLA, and hooks that write files of their own.
     """
     _check(accelerator)
-    models = accelerator._models  # noqa: SLF001  # Accelerate has no other name for these
+    # Accelerate has no other names for these.
     state: dict[str, Any] = {
-        "models": _numbered(models),
-        "optimizers": _numbered([optimizer_state(models, made) for made in accelerator._optimizers]),  # noqa: SLF001
+        "models": _numbered(accelerator._models),  # noqa: SLF001
+        "optimizers": _numbered([bare_optimizer(made) for made in accelerator._optimizers]),  # noqa: SLF001
         "schedulers": _numbered(accelerator._schedulers),  # noqa: SLF001
         "custom": _numbered(accelerator._custom_objects),  # noqa: SLF001
         "accelerator": _Counters(accelerator),
@@ -127,52 +127,9 @@ class _Counters:
         self._accelerator.project_configuration.iteration = state_dict["iteration"]
 
 
-# Optimizers
-
-
-def optimizer_state(models: Sequence[torch.nn.Module], optimizer: Any) -> Any:
-    """The optimizer itself, without Accelerate's wrapper; for a model of FSDP1, an object that cuts its state."""
-    inner = getattr(optimizer, "optimizer", optimizer)
-    for model in models:
-        if _is_fsdp1(model) and _owns(model, inner):
-            return _OptimizerOfFSDP1(model, inner)
-    return inner
-
-
-def _is_fsdp1(model: torch.nn.Module) -> bool:
-    from torch.distributed.fsdp import FullyShardedDataParallel  # noqa: PLC0415  # slow to import
-
-    return any(isinstance(module, FullyShardedDataParallel) for module in model.modules())
-
-
-def _owns(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    mine = {id(parameter) for parameter in model.parameters()}
-    return any(id(parameter) in mine for group in optimizer.param_groups for parameter in group["params"])
-
-
-class _OptimizerOfFSDP1:
-    """The optimizer of a model of FSDP1, by the names of the parameters, cut as the model is."""
-
-    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        self._model, self._optimizer = model, optimizer
-
-    def state_dict(self) -> dict[str, Any]:
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # noqa: PLC0415  # slow to import
-
-        is_new = not self._optimizer.state
-        state: dict[str, Any] = dict(get_optimizer_state_dict(self._model, self._optimizer))
-        if is_new:
-            # To have something to cut, torch has made a step with gradients of zero. That was none of training's.
-            self._optimizer.state.clear()
-            for entries in state.get("state", {}).values():
-                if isinstance(entries.get("step"), torch.Tensor):
-                    entries["step"].zero_()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict  # noqa: PLC0415
-
-        set_optimizer_state_dict(self._model, self._optimizer, state_dict)
+def bare_optimizer(optimizer: Any) -> Any:
+    """The optimizer without Accelerate's wrapper: beside its models, Milepost saves it by the names of parameters."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 # Data loaders

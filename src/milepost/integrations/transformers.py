@@ -22,7 +22,7 @@ from milepost.api import load
 from milepost.checkpoint import open_checkpoint
 from milepost.commit.find import look_whole
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
-from milepost.integrations.accelerate import optimizer_state, random_of_other_ranks, random_state, set_random_state
+from milepost.integrations.accelerate import bare_optimizer, random_of_other_ranks, random_state, set_random_state
 from milepost.state.take_apart import PerRank
 from milepost.steps.checkpointer import Checkpointer
 from milepost.store import store_at
@@ -167,7 +167,7 @@ class MilepostCheckpoints(_Base):
             return {"model": model}
         state = {
             "model": model,
-            "optimizer": optimizer_state([model], self.optimizer),
+            "optimizer": bare_optimizer(self.optimizer),
             "scheduler": self.lr_scheduler,
             "random": PerRank(_KeptRandom(self), remap=random_of_other_ranks),
         }

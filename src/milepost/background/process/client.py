@@ -2,11 +2,8 @@
 
 import contextlib
 import logging
-import os
-import signal
 import socket
 import subprocess
-import sys
 import time
 import warnings
 from collections.abc import Iterator
@@ -25,6 +22,7 @@ from milepost.background.process.messages import (
     Told,
     unpack_error,
 )
+from milepost.background.process.start import start_process
 from milepost.data.threads import Latch
 from milepost.data.transfer import Watcher
 from milepost.errors import WriterDied
@@ -34,16 +32,6 @@ _log = logging.getLogger("milepost")
 _LOOK_S = 0.1
 _START_S = 120.0
 _STOP_S = 15.0
-# A signal that ends a job (a launcher's SIGTERM, Ctrl-C, a batch system's warning to all of its processes) is meant for
-# the trainer. The process ends with the trainer, after its work. Set before all else: importing torch takes seconds.
-_IGNORED = [int(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
-_PROGRAM = f"""
-import signal, sys
-for one in {_IGNORED}:
-    signal.signal(one, signal.SIG_IGN)
-from milepost.background.process.server import main
-main(int(sys.argv[1]), int(sys.argv[2]))
-"""
 
 
 class Link:
@@ -51,22 +39,10 @@ class Link:
 
     def __init__(self) -> None:
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        environment = {
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join(path or _folder() for path in sys.path),
-            "CUDA_VISIBLE_DEVICES": "",  # it needs no GPU, and must not take memory there
-            "OMP_NUM_THREADS": "1",
-        }
+        # It needs no GPU, and must not take memory there.
+        alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
         with here, there:
-            self._process = subprocess.Popen(  # noqa: S603  # ourselves
-                # -P: modules come from where the trainer has them, not from the folder that it happens to be in.
-                [sys.executable, "-P", "-c", _PROGRAM, str(there.fileno()), str(os.getpid())],
-                pass_fds=[there.fileno()],
-                stdin=subprocess.DEVNULL,
-                env=environment,
-                cwd=_folder(),
-                start_new_session=True,  # a signal to the trainer's group or terminal must not end it
-            )
+            self._process = start_process("milepost.background.process.server", "main", there, **alone)
             self._connection = Connection(here.detach())
         self._numbers = 0
 
@@ -180,11 +156,3 @@ def start() -> Link:
         return Link()
     except OSError as error:
         return Unstarted(error)
-
-
-def _folder() -> str:
-    """The working folder. The root if that was removed: a process needs one."""
-    try:
-        return os.getcwd()
-    except FileNotFoundError:
-        return "/"

@@ -16,6 +16,7 @@ from milepost.data.transforms import ExtensionRegistry, StreamTransformExtension
 from milepost.dcp import state_dict_loader, state_dict_saver
 from milepost.dcp._engine import conversions
 from milepost.dcp._engine.fixed_storage import FixedStorage
+from milepost.dcp._storage_utils import reset_to
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
 from milepost.planning.torch_adapters import MilepostReader, MilepostWriter
 from milepost.store import Location
@@ -111,10 +112,8 @@ class InstalledReader(MilepostReader):
 
 def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, reader: bool = False) -> Any:
     """The storage that torch's own functions use, where they are still held by someone."""
-    if storage:
-        if checkpoint_id is not None:
-            storage.reset(checkpoint_id)
-        return storage
-    if not checkpoint_id:
-        raise RuntimeError("`checkpoint_id` must be specified if storage_reader/storage_writer is None.")
+    given = reset_to(storage, checkpoint_id)
+    if given is not None:
+        return given
+    assert checkpoint_id is not None, "reset_to raises"
     return InstalledReader(checkpoint_id) if reader else InstalledWriter(checkpoint_id)

@@ -10,7 +10,6 @@ import gc
 import logging
 import os
 import pickle
-import signal
 import socket
 import subprocess
 import sys
@@ -30,6 +29,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from milepost.background.process.messages import pack_error, unpack_error
+from milepost.background.process.start import start_process
 from milepost.comm import Call, together
 from milepost.dcp._engine.calls import comm_of
 from milepost.dcp.api import raising_checkpoint_exceptions
@@ -43,15 +43,6 @@ _CALL = Call("saving in", "a process")
 _LOOK_S = 0.5
 _START_S = 300.0
 _STOP_S = 15.0
-_IGNORED = [int(one) for one in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)]
-# A signal that ends a job is meant for the trainer. Set before all else: importing torch takes seconds.
-_PROGRAM = f"""
-import signal, sys
-for one in {_IGNORED}:
-    signal.signal(one, signal.SIG_IGN)
-from milepost.dcp._engine.save_process import serve
-serve(int(sys.argv[1]), int(sys.argv[2]))
-"""
 
 
 class ProcessSignal(Enum):
@@ -124,7 +115,7 @@ class SaveProcess:
             raise ValueError(f"the saving processes cannot meet at port {group.port}: ports are 1 to 65535")
         here, there = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         with here, there:
-            self._process = _started(there)
+            self._process = start_process("milepost.dcp._engine.save_process", "serve", there)
             self._connection = Connection(here.detach())
         self._owner = os.getpid()
         self.close = weakref.finalize(self, _end, self._connection, self._process, self._owner)
@@ -206,18 +197,6 @@ class SaveProcess:
                 f"the saving process {self.pid} {how}. Its log is in this job's standard error; was there too little "
                 "memory? The next save starts another."
             ) from error
-
-
-def _started(connection: socket.socket) -> "subprocess.Popen[bytes]":
-    # Not multiprocessing's: that runs the main module of the trainer again, and is refused to daemons.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path or "." for path in sys.path)}
-    return subprocess.Popen(  # noqa: S603  # ourselves
-        [sys.executable, "-P", "-c", _PROGRAM, str(connection.fileno()), str(os.getpid())],
-        pass_fds=[connection.fileno()],
-        stdin=subprocess.DEVNULL,
-        env=environment,
-        start_new_session=True,  # a signal to the trainer's group or terminal must not end it
-    )
 
 
 def _end(connection: Connection, process: "subprocess.Popen[bytes]", owner: int) -> None:
