@@ -145,10 +145,10 @@ class CrowdedStore(MemoryStore):
         super().__init__()
         self.crowd = crowd
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         folder, _, save_id = prefix.rstrip("/").partition("/")
         if folder != "data" or not save_id:
-            return super().list(prefix)
+            return super().list(prefix, shallow=shallow)
         there = set(super().list(prefix))
         of = {rank: shard_name(save_id, real) for rank, real in self.crowd.stands_for.items()}
         return iter([shard_name(save_id, rank) for rank, name in of.items() if name in there])

@@ -202,9 +202,9 @@ class FailingStore(LocalStore):
             if self.left == 0:
                 raise milepost.StorageError("No space left on device", errno=errno.ENOSPC)
 
-    def create(self, name, data):
+    def create(self, name, *data):
         self.count("create")
-        super().create(name, data)
+        super().create(name, *data)
 
     def writer(self, name, size_bytes, *, direct=True):
         inner = super().writer(name, size_bytes, direct=direct)
@@ -221,10 +221,10 @@ class FailingStore(LocalStore):
 class FaultyStore(LocalStore):
     """Has a mistake in it, which shows when data is removed."""
 
-    def delete(self, name):
-        if name.startswith("data/"):
+    def delete(self, *names):
+        if any(name.startswith("data/") for name in names):
             raise ValueError("no error of a store")
-        super().delete(name)
+        super().delete(*names)
 
 
 class FailingWriter:

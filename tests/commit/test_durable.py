@@ -50,10 +50,10 @@ class NamesAndFails(UnsyncedStore):
         if self.breaks:
             raise milepost.StorageError(f"cannot publish {name}", errno=errno.EIO)
 
-    def delete(self, name, *, durable=False):
+    def delete(self, *names, durable=False):
         if durable and not self.syncs:
             raise milepost.StorageError("cannot sync", errno=errno.EIO)
-        super().delete(name, durable=durable)
+        super().delete(*names, durable=durable)
 
 
 @pytest.mark.parametrize("hard_links", [True, False])

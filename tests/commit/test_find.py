@@ -24,7 +24,7 @@ class OldListing(CountingStore):
         super().__init__(inner)
         self.names, self.left = list(inner.list("")), lasts
 
-    def list(self, prefix):
+    def list(self, prefix, **depth):
         self.left -= 1
         names = self.names if self.left >= 0 else self.inner.list("")
         return iter([name for name in names if name.startswith(prefix)])
@@ -52,7 +52,7 @@ def test_newest_is_taken_though_a_listing_shows_the_one_before():
     """Before its sweep, both can be opened."""
 
     class NoSweep(MemoryStore):
-        def delete(self, name, *, durable=False):
+        def delete(self, *names, durable=False):
             raise milepost.StorageError("not now")
 
     inner = NoSweep()

@@ -38,13 +38,13 @@ WRITERS = {"save": by_save, "planner": by_planner, "dcp": by_dcp, "convert": by_
 class SeesNothingNew(CountingStore):
     """The store as a rank sees it whose listings and lookups are old: no manifest of generation 2."""
 
-    def reader(self, name):
+    def reader(self, name, **expected):
         if name.startswith("manifest-00000002"):
             raise FileNotFoundError(name)
-        return super().reader(name)
+        return super().reader(name, **expected)
 
-    def list(self, prefix):
-        return (name for name in super().list(prefix) if not name.startswith("manifest-00000002"))
+    def list(self, prefix, **depth):
+        return (name for name in super().list(prefix, **depth) if not name.startswith("manifest-00000002"))
 
 
 class FailsAfterCommit(CountingStore):

@@ -98,8 +98,8 @@ class Recorder:
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
-    def reader(self, name):
-        return RecordingReader(self, name, self.inner.reader(name))
+    def reader(self, name, **expected):
+        return RecordingReader(self, name, self.inner.reader(name, **expected))
 
     @property
     def of_data(self):

@@ -27,8 +27,8 @@ class Reading(LocalStore):
 
     bytes_read = 0
 
-    def reader(self, name):
-        reader = super().reader(name)
+    def reader(self, name, **expected):
+        reader = super().reader(name, **expected)
         if name.startswith("data/"):
             reader.read = self._counted(reader.read)
             reader.read_cold = self._counted(reader.read_cold)

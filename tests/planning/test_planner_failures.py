@@ -248,20 +248,20 @@ def test_where_nobody_can_say_whether_it_was_committed_nothing_is_removed(tmp_pa
 
         broken = False
 
-        def create(self, name, data):
-            super().create(name, data)
+        def create(self, name, *data):
+            super().create(name, *data)
             self.broken = True
             raise StorageError("the first trouble", errno=5)
 
-        def list(self, prefix):
+        def list(self, prefix, **depth):
             if self.broken:
                 raise StorageError("the second trouble", errno=5)
-            return super().list(prefix)
+            return super().list(prefix, **depth)
 
-        def reader(self, name):
+        def reader(self, name, **expected):
             if self.broken:
                 raise StorageError("the second trouble", errno=5)
-            return super().reader(name)
+            return super().reader(name, **expected)
 
     with pytest.raises(StorageError, match=r"the (first|second) trouble"):
         milepost.save({"a": torch.ones(4)}, Breaks(tmp_path), planner=Central())

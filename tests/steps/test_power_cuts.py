@@ -207,9 +207,9 @@ def test_the_data_goes_only_after_the_manifest_is_durably_gone(tmp_path, kind):
     class Watched(CountingStore):
         deleted = ()
 
-        def delete(self, name, *, durable=False):
-            self.deleted += ((name.split("/")[1].split("-")[0], durable),)
-            super().delete(name, durable=durable)
+        def delete(self, *names, durable=False):
+            self.deleted += tuple((name.split("/")[1].split("-")[0], durable) for name in names)
+            super().delete(*names, durable=durable)
 
     store = Watched(LocalStore(tmp_path) if kind == "local" else MemoryStore())
     keeper = Checkpointer(store)

@@ -213,10 +213,10 @@ def test_root_never_looks_empty_while_its_only_step_is_replaced(tmp_path):
     class Overtaken(LocalStore):
         """Between the list of folders and the look into the first, a newer step is saved and the older one removed."""
 
-        def list(self, prefix):
+        def list(self, prefix, **depth):
             if keeper.latest() < 4:
                 keeper.save(state(4), keeper.latest() + 1)
-            return super().list(prefix)
+            return super().list(prefix, **depth)
 
     assert Checkpointer(Overtaken(tmp_path)).latest() == 4
 

@@ -1,5 +1,6 @@
 """Every store passes the same contract."""
 
+import contextlib
 import errno
 import os
 import secrets
@@ -151,6 +152,40 @@ def test_listing_is_by_prefix_and_deleting_is_idempotent(store):
     store.delete("b/d/e")
     store.delete("b/d/e")
     assert sorted(store.list("b")) == ["b/c", "bc"]
+
+
+def test_a_shallow_listing_names_what_lies_deeper_once(store):
+    for name in ["a", "b/c", "b/d/e", "b/d/f", "bc/g"]:
+        store.create(name, b"")
+    assert sorted(store.list("", shallow=True)) == ["a", "b/", "bc/"]
+    assert sorted(store.list("b", shallow=True)) == ["b/", "bc/"]
+    assert sorted(store.list("b/", shallow=True)) == ["b/c", "b/d/"]
+    assert list(store.list("b/d/e", shallow=True)) == ["b/d/e"]
+    assert list(store.list("nothing/", shallow=True)) == []
+
+
+def test_objects_are_created_from_several_views_and_deleted_together(store):
+    memory = bytearray(b"onetwothree")
+    store.create("data/parts", memoryview(memory)[:3], b"", memoryview(memory)[3:])
+    memory[:] = b"-----------"
+    store.create("data/empty")
+    assert read(store, "data/parts") == b"onetwothree"
+    assert read(store, "data/empty") == b""
+    store.delete("data/parts", "data/absent", "data/empty", durable=True)
+    store.delete()
+    assert list(store.list("")) == []
+
+
+def test_a_known_size_is_looked_at_by_the_first_read_at_the_latest(store):
+    store.create("name", b"12345")
+    store.reader("name", size_bytes=5).read(0, [memoryview(bytearray(5))])
+    with pytest.raises(FileNotFoundError):
+        store.reader("absent", size_bytes=5).read(0, [memoryview(bytearray(5))])
+    for wrong in (4, 6):
+        with contextlib.suppress(milepost.CheckpointDamaged):
+            reader = store.reader("name", size_bytes=wrong)
+            reader.read(0, [memoryview(bytearray(2))])
+            assert reader.size_bytes == 5, "a store that says nothing tells the size"
 
 
 @pytest.mark.parametrize("name", ["", "/etc/passwd", "../x", "a/../b", "a//b", "a/", ".", "a\\b", "a\0b"])

@@ -10,7 +10,7 @@ import milepost
 from milepost.commit import find
 from milepost.errors import AlreadyExists, StorageError
 from milepost.store import LocalStore, MemoryStore, Within, linux
-from milepost.store.base import CLAIM, check_name
+from milepost.store.base import CLAIM, Traits, check_name, top_names
 from milepost.store.memory import MemoryReader
 from milepost.testing import ReplyLosingStore, UnsyncedStore
 
@@ -21,13 +21,14 @@ class UsersOwnStore:
     """A store as a user may write it: an object is a list of parts that are joined on commit."""
 
     url = "mine://store"
+    traits = Traits()
 
     def __init__(self):
         self.parts = {}
 
-    def create(self, name, data):
-        writer = self.writer(name, len(data))
-        writer.write(0, [data])
+    def create(self, name, *data):
+        writer = self.writer(name, sum(map(len, data)))
+        writer.write(0, data)
         writer.commit()
 
     def writer(self, name, size_bytes, *, direct=True):
@@ -36,16 +37,18 @@ class UsersOwnStore:
             raise AlreadyExists(name)
         return UsersWriter(self, name)
 
-    def reader(self, name):
+    def reader(self, name, *, size_bytes=None):
         if name not in self.parts:
             raise FileNotFoundError(name)
         return MemoryReader(name, b"".join(self.parts[name]))
 
-    def list(self, prefix):
-        return iter([name for name in self.parts if name.startswith(prefix)])
+    def list(self, prefix, *, shallow=False):
+        found = iter([name for name in self.parts if name.startswith(prefix)])
+        return top_names(found, prefix) if shallow else found
 
-    def delete(self, name, *, durable=False):
-        self.parts.pop(name, None)
+    def delete(self, *names, durable=False):
+        for name in names:
+            self.parts.pop(name, None)
 
 
 class UsersWriter:

@@ -6,7 +6,6 @@ no clock and no lock is needed, and a save that is under way is never disturbed.
 
 import contextlib
 import logging
-from collections.abc import Iterable
 
 from milepost.commit.find import (
     can_be_opened,
@@ -168,27 +167,10 @@ def sweep(store: Store, manifest: Manifest) -> None:
     """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised."""
     try:
         manifests, data = _dead(store, manifest)
-        for name in manifests:
-            store.delete(name)
-        delete_all(store, data)
+        store.delete(*manifests)
+        store.delete(*data)  # on NFS a file that a reader of this machine has open stays until it is closed
     except (CheckpointError, OSError) as error:
         _log.warning("could not sweep old data at %s; the next save will: %s", store.url, error)
-
-
-def delete_all(store: Store, names: Iterable[str]) -> None:
-    """Delete what can be deleted, and raise the first error after that.
-
-    One file that stays must not keep the others: on NFS a file that a reader of this machine has open stays until that
-    reader closes it.
-    """
-    errors = []
-    for name in names:
-        try:
-            store.delete(name)
-        except (CheckpointError, OSError) as error:
-            errors.append(error)
-    if errors:
-        raise errors[0]
 
 
 def _dead(store: Store, manifest: Manifest) -> tuple[list[str], list[str]]:

@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from milepost.commit.find import REMOVED, generations, newest, parse, read_manifest
-from milepost.commit.publish import delete_all, sweep
+from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
@@ -50,10 +50,8 @@ def remove_all_generations(place: Store) -> None:
     numbers = generations(place)
     for number in reversed(numbers):  # the newest last: an older one must not become the checkpoint
         place.delete(manifest_name(number), durable=number == numbers[0])
-    for name in place.list("data/"):
-        aimed = intended_generation(name.split("/")[1])
-        if aimed is not None and numbers and aimed <= numbers[0]:
-            place.delete(name)
+    aims = {name: intended_generation(name.split("/")[1]) for name in place.list("data/")}
+    place.delete(*(name for name, aim in aims.items() if aim is not None and numbers and aim <= numbers[0]))
 
 
 def finish_removal(place: Store, markers: Iterable[str]) -> None:
@@ -71,7 +69,7 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         # sync. Then an unused name is deleted, for its sync.
         belongs = _belongs(place, generation, save_id)
         place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
-        delete_all(place, [*place.list(f"data/{save_id}/"), *place.list(f"{marker}.")])
+        place.delete(*place.list(f"data/{save_id}/"), *place.list(f"{marker}."))
         place.delete(marker)
 
 

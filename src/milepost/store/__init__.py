@@ -1,10 +1,21 @@
 """Stores: bytes by name. `Store` is the port; local folders and memory are behind it."""
 
-from milepost.store.base import Reader, Store, Writer
+from milepost.store.base import Reader, Store, Traits, Writer
 from milepost.store.generation import AtGeneration
 from milepost.store.local import LocalStore
 from milepost.store.location import Location, store_at
 from milepost.store.memory import MemoryStore
 from milepost.store.prefixed import Within
 
-__all__ = ["AtGeneration", "LocalStore", "Location", "MemoryStore", "Reader", "Store", "Within", "Writer", "store_at"]
+__all__ = [
+    "AtGeneration",
+    "LocalStore",
+    "Location",
+    "MemoryStore",
+    "Reader",
+    "Store",
+    "Traits",
+    "Within",
+    "Writer",
+    "store_at",
+]

@@ -4,7 +4,8 @@ A reply can be lost after the request took effect. Then the call raises; or the 
 own object there. So an error never proves that nothing happened, and `AlreadyExists` never proves that somebody else
 was first. Whoever gets it looks:
 
-* `create`: whose content has the name? The caller's own: done.
+* `create`: whose content has the name? The caller's own: done. (A part of a shard file has a name that nobody else
+  uses, so an object of the right size is the caller's own.)
 * `writer` and `Writer.commit`: callers use names that nobody else uses. So what is there is their own: after `writer`
   they delete it and start again; after `commit`, an object of the right size is whole.
 * `delete`: a name that is gone is success.
@@ -13,6 +14,7 @@ was first. Whoever gets it looks:
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from milepost.errors import UnsafeCheckpoint
@@ -20,6 +22,31 @@ from milepost.errors import UnsafeCheckpoint
 Buffer = bytes | bytearray | memoryview
 CLAIM = ".claim"
 """Suffix of a claim: a writer is about to create the name, on a store that cannot create whole objects exclusively."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a store is like, for those who plan how to use it. The defaults describe a file system.
+
+    `part_bytes`: an object should not be longer than about this. The data of a longer shard file is stored in parts of
+    this size, each by one `create`. 0: a shard file is one object, which `writer` writes in place.
+    `range_bytes`: how much one read should ask for. `requests`: how many should be under way at once. 0 leaves both to
+    the settings of the transfer.
+    `is_current`: a listing shows everything that was created before it began, and nothing that was deleted. Without
+    that, names are also tried one by one.
+
+    >>> milepost.store.MemoryStore().traits.part_bytes
+    0
+    """
+
+    part_bytes: int = 0
+    range_bytes: int = 0
+    requests: int = 0
+    is_current: bool = False
+
+
+FILES = Traits()
+"""The traits of a file system."""
 
 
 class Writer(Protocol):
@@ -78,8 +105,15 @@ class Store(Protocol):
     def url(self) -> str:
         """Where this is, for messages."""
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken.
+    @property
+    def traits(self) -> Traits:
+        """What this store is like: `milepost.store.Traits()` for one that is like a file system."""
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole and durable or not at all. Raises AlreadyExists if the name is taken.
+
+        Its content is all of `data`, one after the other: a manifest, or a part of a shard file as `traits` ask for.
+        The memory may change as soon as the call has returned.
 
         After any other error the name may or may not exist, but that no longer changes. A store whose replies can be
         lost may raise AlreadyExists for an object that this very call made: callers look whose object it is.
@@ -92,18 +126,38 @@ class Store(Protocol):
         AlreadyExists for an object that this very call began.
         """
 
-    def reader(self, name: str) -> Reader:
-        """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object."""
+    def reader(self, name: str, *, size_bytes: int | None = None) -> Reader:
+        """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object.
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """The names that start with `prefix`, in any order, unfinished objects included."""
-
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there.
-
-        `durable`: return once a power loss can undo no removal and no creation in its folder (that is, of names with
-        the same parts up to the last `/`), whoever made it, and whether the object was still there or not.
+        `size_bytes`: the size that it should have, if the caller knows it. A store may then leave looking to the first
+        read. That read raises FileNotFoundError if there is no object, and CheckpointDamaged if its size is another.
         """
+
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
+        """The names that start with `prefix`, in any order, unfinished objects included.
+
+        `shallow`: only up to the next `/` after the prefix. What lies behind it is given once, as a name that ends in
+        `/`.
+        """
+
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there. An object that cannot be removed does not keep the others.
+
+        Raises the first error when all were tried. `durable`: return once a power loss can undo no removal and no
+        creation in their folders (that is, of names with the same parts up to the last `/`), whoever made it, and
+        whether the objects were still there or not.
+        """
+
+
+def top_names(names: Iterator[str], prefix: str) -> Iterator[str]:
+    """What a shallow listing gives, from a listing of everything."""
+    seen: set[str] = set()
+    for name in names:
+        inside, slash, _ = name[len(prefix) :].partition("/")
+        top = prefix + inside + slash
+        if top not in seen:
+            seen.add(top)
+            yield top
 
 
 def check_name(name: str) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from typing import NoReturn
 
 from milepost.core.manifest import intended_generation, manifest_name
 from milepost.errors import InvalidRequest
-from milepost.store.base import Reader, check_name
+from milepost.store.base import Buffer, Reader, Traits, check_name, top_names
 from milepost.store.location import Location, store_at
 
 
@@ -31,17 +31,23 @@ class AtGeneration:
         """Where this is, for messages."""
         return self.inner.url
 
-    def reader(self, name: str) -> Reader:
+    @property
+    def traits(self) -> Traits:
+        """Those of the store at the path."""
+        return self.inner.traits
+
+    def reader(self, name: str, *, size_bytes: int | None = None) -> Reader:
         """Open an object of this generation. Raises FileNotFoundError for any other."""
         if not self._has(name):
             raise FileNotFoundError(f"{self.url}/{name}")
-        return self.inner.reader(name)
+        return self.inner.reader(name, size_bytes=size_bytes)
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names of this generation that start with `prefix`."""
-        return filter(self._has, self.inner.list(prefix))
+        found = filter(self._has, self.inner.list(prefix))
+        return top_names(found, prefix) if shallow else found
 
-    def create(self, name: str, data: bytes) -> NoReturn:
+    def create(self, name: str, *data: Buffer) -> NoReturn:
         """Raises InvalidRequest: it is read-only."""
         del name, data
         self._refuse()
@@ -51,9 +57,9 @@ class AtGeneration:
         del name, size_bytes, direct
         self._refuse()
 
-    def delete(self, name: str, *, durable: bool = False) -> NoReturn:
+    def delete(self, *names: str, durable: bool = False) -> NoReturn:
         """Raises InvalidRequest: it is read-only."""
-        del name, durable
+        del names, durable
         self._refuse()
 
     def _refuse(self) -> NoReturn:

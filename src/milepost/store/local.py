@@ -19,7 +19,7 @@ from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheckpoint
 from milepost.store import linux
 from milepost.store.advice import explain
-from milepost.store.base import Buffer, check_name
+from milepost.store.base import FILES, Buffer, Traits, check_name
 from milepost.store.claims import NO_LINKS, publish_by_rename
 from milepost.store.folders import (
     again,
@@ -58,15 +58,20 @@ class LocalStore:
         """Where this is, for messages."""
         return str(self.root)
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
-        path = self._path(name)
-        temporary, writer = self._temporary(name, len(data))
+    @property
+    def traits(self) -> Traits:
+        """Those of a file system."""
+        return FILES
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+        path, content = self._path(name), b"".join(data)
+        temporary, writer = self._temporary(name, len(content))
         try:
-            writer.write(0, [data])
+            writer.write(0, [content])
             writer.commit()
             with explained("publish", path):
-                self._publish(temporary, path, data)
+                self._publish(temporary, path, content)
             try:
                 with explained("sync", path):
                     sync_folders(path.parent, self.root)
@@ -121,14 +126,18 @@ class LocalStore:
                 raise
         return LocalWriter(path, handle, self.root, size_bytes, direct, self._made)
 
-    def reader(self, name: str) -> "LocalReader":
+    def reader(self, name: str, *, size_bytes: int | None = None) -> "LocalReader":
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint for links and special files."""
+        del size_bytes
         path = self._path(name)
         with explained("open", path):
             return LocalReader(path, lambda: again(partial(_open_to_read, self.root, check_name(name))))
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """The names that start with `prefix`; folders that cannot match are not opened, links are not followed."""
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
+        """The names that start with `prefix`; folders that cannot match are not opened, links are not followed.
+
+        `shallow`: folders that match are named, with a `/` behind, and not opened.
+        """
         pending = [""]
         while pending:
             here = pending.pop()
@@ -142,16 +151,28 @@ class LocalStore:
             for entry, is_folder in entries:
                 name = f"{here}/{entry}" if here else entry
                 if is_folder:
-                    if name.startswith(prefix) or prefix.startswith(f"{name}/"):
+                    if shallow and name.startswith(prefix):
+                        yield f"{name}/"
+                    elif name.startswith(prefix) or prefix.startswith(f"{name}/"):
                         pending.append(name)
                 elif name.startswith(prefix):
                     yield name
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there, and the folders that it leaves empty.
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there, and the folders that they leave empty.
 
-        `durable`: its folder is synced, whether the object was still there or not.
+        `durable`: their folders are synced, whether the objects were still there or not.
         """
+        errors = []
+        for name in names:
+            try:
+                self._delete(name, durable)
+            except (StorageError, UnsafeCheckpoint) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _delete(self, name: str, durable: bool) -> None:
         path = self._path(name)
         gone = contextlib.suppress(FileNotFoundError)
         with gone, explained("delete", path), contextlib.suppress(NotADirectoryError):

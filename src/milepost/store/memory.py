@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from milepost.errors import AlreadyExists, InvalidRequest, StorageError
-from milepost.store.base import Buffer, check_name
+from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
 
 
 class MemoryStore:
@@ -31,13 +31,19 @@ class MemoryStore:
         """Where this is, for messages."""
         return self._url
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole or not at all. Raises AlreadyExists if the name is taken."""
+    @property
+    def traits(self) -> Traits:
+        """Those of a file system."""
+        return FILES
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole or not at all. Raises AlreadyExists if the name is taken."""
         check_name(name)
+        content = b"".join(data)
         with self._lock:
             if name in self.objects:
                 raise AlreadyExists(f"{self._url}/{name} exists already")
-            self.objects[name] = bytes(data)
+            self.objects[name] = content
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "MemoryWriter":
         """Start a new object of this size. Raises AlreadyExists if the name is taken."""
@@ -47,24 +53,27 @@ class MemoryStore:
             raise AlreadyExists(f"{self._url}/{name} exists already")
         return MemoryWriter(self, name, size_bytes)
 
-    def reader(self, name: str) -> "MemoryReader":
+    def reader(self, name: str, *, size_bytes: int | None = None) -> "MemoryReader":
         """Open an object. Raises FileNotFoundError if there is none."""
+        del size_bytes
         check_name(name)
         with self._lock:
             if name not in self.objects:
                 raise FileNotFoundError(f"{self._url}/{name}")
             return MemoryReader(f"{self._url}/{name}", self.objects[name])
 
-    def list(self, prefix: str) -> Iterator[str]:
-        """The names that start with `prefix`."""
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
+        """The names that start with `prefix`; `shallow`: up to the next `/`."""
         with self._lock:
-            return iter([name for name in self.objects if name.startswith(prefix)])
+            found = iter([name for name in self.objects if name.startswith(prefix)])
+        return top_names(found, prefix) if shallow else found
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there."""
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there."""
         del durable
         with self._lock:
-            self.objects.pop(name, None)
+            for name in names:
+                self.objects.pop(name, None)
 
 
 class MemoryWriter:

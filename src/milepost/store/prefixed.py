@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from milepost.errors import UnsafeCheckpoint
-from milepost.store.base import Reader, Store, Writer, check_name
+from milepost.store.base import Buffer, Reader, Store, Traits, Writer, check_name
 
 
 class Within:
@@ -24,26 +24,31 @@ class Within:
         """Where this is, for messages."""
         return f"{self.inner.url.rstrip('/')}/{self.prefix}"
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
-        self.inner.create(self._outer(name), data)
+    @property
+    def traits(self) -> Traits:
+        """Those of the inner store."""
+        return self.inner.traits
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+        self.inner.create(self._outer(name), *data)
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
         """Start a new object of this size. Raises AlreadyExists for a taken name, StorageError if there is no room."""
         return self.inner.writer(self._outer(name), size_bytes, direct=direct)
 
-    def reader(self, name: str) -> Reader:
+    def reader(self, name: str, *, size_bytes: int | None = None) -> Reader:
         """Open an object. Raises FileNotFoundError if there is none, UnsafeCheckpoint if it is not a plain object."""
-        return self.inner.reader(self._outer(name))
+        return self.inner.reader(self._outer(name), size_bytes=size_bytes)
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names that start with `prefix`, in any order, unfinished objects included."""
         start = len(self.prefix) + 1
-        return (name[start:] for name in self.inner.list(f"{self.prefix}/{prefix}"))
+        return (name[start:] for name in self.inner.list(f"{self.prefix}/{prefix}", shallow=shallow))
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there; `durable`: return once a power loss cannot bring it back."""
-        self.inner.delete(self._outer(name), durable=durable)
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there; `durable`: return once a power loss cannot bring them back."""
+        self.inner.delete(*map(self._outer, names), durable=durable)
 
     def _outer(self, name: str) -> str:
         try:

@@ -3,10 +3,11 @@
 import errno
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Literal, TypeVar, get_args
 
-from milepost.errors import AlreadyExists, StorageError
-from milepost.store import Reader, Store, Writer
+from milepost.errors import AlreadyExists, CheckpointError, StorageError
+from milepost.store import Reader, Store, Traits, Writer
 from milepost.store.base import Buffer
 
 T = TypeVar("T")
@@ -58,26 +59,38 @@ class CountingStore:
         """Where this is, for messages."""
         return self.inner.url
 
-    def create(self, name: str, data: bytes) -> None:
+    @property
+    def traits(self) -> Traits:
+        """Those of the store that is counted."""
+        return self.inner.traits
+
+    def create(self, name: str, *data: Buffer) -> None:
         """Counted; see `Store`."""
-        self.run(f"create {name}", lambda: self.inner.create(name, data))
+        self.run(f"create {name}", lambda: self.inner.create(name, *data))
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:
         """Counted; see `Store`."""
         inner = self.run(f"writer {name}", lambda: self.inner.writer(name, size_bytes, direct=direct))
         return _CountingWriter(self, name, inner)
 
-    def reader(self, name: str) -> Reader:
+    def reader(self, name: str, *, size_bytes: int | None = None) -> Reader:
         """Counted; see `Store`."""
-        return self.run(f"reader {name}", lambda: self.inner.reader(name))
+        return self.run(f"reader {name}", lambda: self.inner.reader(name, size_bytes=size_bytes))
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """Counted; see `Store`."""
-        return self.run(f"list {prefix}", lambda: self.inner.list(prefix))
+        return self.run(f"list {prefix}", lambda: self.inner.list(prefix, shallow=shallow))
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Counted; see `Store`."""
-        self.run(f"delete {name}", lambda: self.inner.delete(name, durable=durable))
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Counted, each name as a call of its own; see `Store`."""
+        errors = []
+        for name in names:
+            try:
+                self.run(f"delete {name}", partial(self.inner.delete, name, durable=durable))
+            except (CheckpointError, OSError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
 
 class _CountingWriter:

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from milepost.errors import AlreadyExists, UnsafeCheckpoint
-from milepost.store.base import CLAIM, Buffer, check_name
+from milepost.store.base import CLAIM, FILES, Buffer, Traits, check_name, top_names
 from milepost.store.memory import MemoryReader, MemoryStore
 from milepost.testing.stores import Crash
 
@@ -194,13 +194,18 @@ class UnsyncedStore:
         """Where this is, for messages."""
         return self._url
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
+    @property
+    def traits(self) -> Traits:
+        """Those of a file system."""
+        return FILES
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole and durable or not at all. Raises AlreadyExists if the name is taken."""
         check_name(name)
         temporary = f"{name}.{secrets.token_hex(8)}.tmp"
-        writer = self.writer(temporary, len(data))
+        writer = self.writer(temporary, sum(map(len, data)))
         try:
-            writer.write(0, [data])
+            writer.write(0, data)
             writer.commit()
             self._publish(temporary, name)
             self.sync_folders(name)
@@ -228,8 +233,9 @@ class UnsyncedStore:
                 self.record(Write(f"fallocate {name}", inode, 0, b"", size_bytes))
         return UnsyncedWriter(self, name, inode)
 
-    def reader(self, name: str) -> MemoryReader:
+    def reader(self, name: str, *, size_bytes: int | None = None) -> MemoryReader:
         """Open an object, synced or not. Raises FileNotFoundError if there is none."""
+        del size_bytes
         with self._lock:
             inode = self._live.folders[self._folder(name)[-1][1]].get(check_name(name)[-1])
             if inode is None:
@@ -238,13 +244,18 @@ class UnsyncedStore:
                 raise UnsafeCheckpoint(f"{self._url}/{name} is not a regular file")
             return MemoryReader(f"{self._url}/{name}", bytes(self._live.files[inode]))
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names that start with `prefix`, synced or not."""
         with self._lock:
-            return iter([name for name in self._objects(self._live) if name.startswith(prefix)])
+            found = iter([name for name in self._objects(self._live) if name.startswith(prefix)])
+        return top_names(found, prefix) if shallow else found
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it exists, and the folders that it leaves empty. `durable` syncs the object's folder."""
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they exist, and the folders that they leave empty. `durable` syncs their folders."""
+        for name in names:
+            self._delete(name, durable)
+
+    def _delete(self, name: str, durable: bool) -> None:
         with self._lock:
             folders, leaf = self._nearest(name), check_name(name)[-1]
             found = len(folders) == len(check_name(name)) + 1

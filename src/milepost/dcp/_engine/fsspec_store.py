@@ -18,7 +18,7 @@ from typing import Any
 
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
 from milepost.store import LocalStore, Store
-from milepost.store.base import Buffer, check_name
+from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
 
 
 def fsspec_module() -> Any:
@@ -75,16 +75,21 @@ class FsspecStore:
         check_name(name)
         return f"{self._connection()[1]}/{name}"
 
-    def create(self, name: str, data: bytes) -> None:
-        """Write a small object, whole or not at all. Raises AlreadyExists if the name is taken."""
-        fs, path = self._connection()[0], self.path_of(name)
+    @property
+    def traits(self) -> Traits:
+        """Those of a file system."""
+        return FILES
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object, whole or not at all. Raises AlreadyExists if the name is taken."""
+        fs, path, content = self._connection()[0], self.path_of(name), b"".join(data)
         with self._asking(f"create {name}"):
             self._make_folder(path)
             try:
                 if _puts_exclusively(fs):
-                    fs.pipe_file(path, data, mode="create")
+                    fs.pipe_file(path, content, mode="create")
                 else:
-                    self._create_by_move(path, data)
+                    self._create_by_move(path, content)
             except FileExistsError:
                 raise AlreadyExists(f"{self._url}/{name} exists already") from None
 
@@ -128,8 +133,9 @@ class FsspecStore:
         if folder:
             self._connection()[0].makedirs(folder, exist_ok=True)
 
-    def reader(self, name: str) -> "FsspecReading":
+    def reader(self, name: str, *, size_bytes: int | None = None) -> "FsspecReading":
         """Open an object. Raises FileNotFoundError if there is none."""
+        del size_bytes
         fs, path = self._connection()[0], self.path_of(name)
         with self._asking(f"read {name}"):
             about = fs.info(path)
@@ -145,7 +151,7 @@ class FsspecStore:
             raise StorageError(f"{self._url}/{name} ends before byte {stop}")
         return found
 
-    def list(self, prefix: str) -> Iterator[str]:
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names that start with `prefix`."""
         fs, root = self._connection()
         folder = prefix.rpartition("/")[0]
@@ -153,11 +159,22 @@ class FsspecStore:
             fs.invalidate_cache()
             found = fs.find(f"{root}/{folder}".rstrip("/") or "/")
         names = (path[len(root) :].lstrip("/") for path in found)
-        return iter([name for name in names if name.startswith(prefix)])
+        matching = iter([name for name in names if name.startswith(prefix)])
+        return top_names(matching, prefix) if shallow else matching
 
-    def delete(self, name: str, *, durable: bool = False) -> None:
-        """Remove an object if it is there."""
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there."""
         del durable
+        errors = []
+        for name in names:
+            try:
+                self._delete(name)
+            except StorageError as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _delete(self, name: str) -> None:
         fs, path = self._connection()[0], self.path_of(name)
         with contextlib.suppress(FileNotFoundError), self._asking(f"remove {name}"):
             fs.rm_file(path)
