@@ -326,8 +326,8 @@ class Checkpointer:
             if step is not None and not self._shelf.is_there(step):
                 shown = ", ".join(map(str, self._shelf.steps()[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
-            left = self._shelf.untried(skipped) if step is None else [step]
-            return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
+            found = self._shelf.untried(skipped) if step is None else (step, self._shelf.folder_of(step))
+            return _NOTHING if found is None else _RestoreChoice(*found, verify_first)
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
@@ -352,7 +352,8 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest committed step, or None. Does not check whether it is whole. May be called on one rank alone."""
-        return max(self.steps(), default=None)
+        self._check_open()
+        return self._shelf.latest()
 
     def best(self) -> int | None:
         """The step with the best metric, or None if no step has it. May be called on one rank alone.
