@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from milepost.data.transforms import StreamTransformExtension
-from milepost.dcp._engine.fsspec_store import fsspec_module, store_by_fsspec
 from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
 from milepost.errors import InvalidRequest
+from milepost.store.fsspec_store import fsspec_module, store_by_fsspec
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 

@@ -17,8 +17,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
-from milepost.store import LocalStore, Store
-from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
+from milepost.store.base import FILES, Buffer, Store, Traits, check_name, top_names
+from milepost.store.local import LocalStore
 
 
 def fsspec_module() -> Any:
