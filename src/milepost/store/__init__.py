@@ -1,7 +1,9 @@
-"""Stores: bytes by name. `Store` is the port; local folders and memory are behind it."""
+"""Stores: bytes by name. `Store` is the port; local folders, memory and places that are only read are behind it."""
 
 from milepost.store.base import Reader, Store, Traits, Writer
+from milepost.store.fsspec_store import FsspecView
 from milepost.store.generation import AtGeneration
+from milepost.store.http import HttpStore
 from milepost.store.local import LocalStore
 from milepost.store.location import Location, store_at
 from milepost.store.memory import MemoryStore
@@ -9,6 +11,8 @@ from milepost.store.prefixed import Within
 
 __all__ = [
     "AtGeneration",
+    "FsspecView",
+    "HttpStore",
     "LocalStore",
     "Location",
     "MemoryStore",
