@@ -1,6 +1,7 @@
-"""Stores: bytes by name. `Store` is the port; local folders, memory and places that are only read are behind it."""
+"""Stores: bytes by name. `Store` is the port; folders, memory, object stores, and places that are only read."""
 
 from milepost.store.base import Reader, Store, Traits, Writer
+from milepost.store.cloud import CloudOptions, CloudStore
 from milepost.store.fsspec_store import FsspecView
 from milepost.store.generation import AtGeneration
 from milepost.store.http import HttpStore
@@ -11,6 +12,8 @@ from milepost.store.prefixed import Within
 
 __all__ = [
     "AtGeneration",
+    "CloudOptions",
+    "CloudStore",
     "FsspecView",
     "HttpStore",
     "LocalStore",

@@ -11,6 +11,8 @@ from urllib.parse import unquote
 
 from milepost.errors import InvalidRequest
 from milepost.store.base import Store
+from milepost.store.cloud.store import CloudStore
+from milepost.store.cloud.url import PROVIDERS
 from milepost.store.fsspec_store import view_by_fsspec
 from milepost.store.http import HttpStore
 from milepost.store.local import LocalStore
@@ -50,6 +52,8 @@ def store_at(path: Location) -> Store:
             what = "no URL names a home folder" if host.startswith("~") else f"it names the host {host!r}"
             raise InvalidRequest(f"{path!r}: {what}; a file URL has three slashes and the whole path: file:///path")
         return _in_folder(unquote(f"/{inside}", errors="surrogateescape"))
+    if scheme in PROVIDERS:
+        return CloudStore(f"{scheme}://{rest}")
     if scheme in ("http", "https"):
         return HttpStore(path)
     return view_by_fsspec(path)
