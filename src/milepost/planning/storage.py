@@ -114,6 +114,15 @@ class CheckpointWriter(_AtStore, StorageWriter):
         self._is_coordinator = False
         self._in_torch: Any = None
 
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Location) -> bool:
+        """Whether a checkpoint can be saved at this place."""
+        try:
+            store_to_save(checkpoint_id)
+        except (CheckpointError, TypeError):
+            return False
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: where and how to write, and nothing of a save under way."""
         return {**vars(self), "_meter": None, "_goal": None, "_in_torch": None}

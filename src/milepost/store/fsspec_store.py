@@ -20,6 +20,9 @@ from typing import Any
 from milepost.core.limits import MIB
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
 from milepost.store.base import FILES, Buffer, Store, Traits, check_name
+from milepost.store.cloud.client import has_obstore
+from milepost.store.cloud.store import CloudStore
+from milepost.store.cloud.url import PROVIDERS
 from milepost.store.local import LocalStore
 from milepost.store.read_only import ReadOnlyStore
 from milepost.store.spelling import without_secrets
@@ -35,8 +38,15 @@ def fsspec_module(why: str = "storage by fsspec needs the package fsspec") -> An
 
 
 def store_by_fsspec(path: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at a path or URL of fsspec. `options` are those of the file system."""
-    store = FsspecStore(os.fspath(path), options)
+    """The store at a path or URL of fsspec. `options` are those of the file system.
+
+    Object stores are Milepost's own, with all its promises, unless fsspec has settings for them.
+    """
+    text = os.fspath(path)
+    scheme = text.partition("://")[0]
+    if scheme in PROVIDERS and not options and not fsspec_module().config.conf.get(scheme) and has_obstore():
+        return CloudStore(text)
+    store = FsspecStore(text, options)
     root = store.local_root
     return store if root is None else LocalStore(root)
 

@@ -40,9 +40,10 @@ def store_at(path: Location) -> Store:
         return cast("Store", path)
     path = spelled(path)
     scheme, separator, rest = path.partition("://")
-    if not separator:
-        return _in_folder(path)
-    scheme = scheme.lower()
+    return _at_url(scheme.lower(), rest, path) if separator else _in_folder(path)
+
+
+def _at_url(scheme: str, rest: str, path: str) -> Store:
     if scheme == "memory":
         return _MEMORY.setdefault(rest.strip("/"), MemoryStore(path.rstrip("/")))
     if scheme == "file":
