@@ -86,7 +86,7 @@ class PerRankValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """The file that one rank wrote: its size, the size of its header, and a checksum over header and table.
 
-    `part_bytes`: how much data each object of a file in parts holds; see `core.shardfile.FileParts`. 0: it is one object.
+    `part_bytes`: how much data each object of a file in parts holds (`core.shardfile.FileParts`); 0: it is one object.
     """
 
     rank: int
