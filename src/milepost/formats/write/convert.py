@@ -137,7 +137,8 @@ def local_folder(store: Store, to: str) -> Path:
     """The path behind a store. Raises InvalidRequest where it is no file system."""
     if not isinstance(store, LocalStore):
         raise InvalidRequest(
-            f"{to} is written to a path, not to {store.url}: its files are written in place by all ranks"
+            f"{to} is written to a path, not to {store.url}: its files are written in place by all ranks. Convert to a "
+            "folder, and copy that (the index last); the other way round, every format is read at a URL"
         )
     return store.root
 
