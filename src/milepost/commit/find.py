@@ -10,11 +10,13 @@ and nothing is waited for.
 import time
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 from milepost.commit.beside import names_at, refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
-from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, unseal
+from milepost.core.manifest import Manifest, generation_of, manifest_name, unseal
+from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
@@ -28,6 +30,7 @@ _AHEAD = 16
 """How many generations above an old listing are tried by name."""
 _LOOKS = 16
 """How many files are opened at the same time."""
+_LOOKED_AT = 1024
 REMOVED = ".removed"
 """Behind a manifest's name: this generation is being removed; see `removal.py`."""
 
@@ -258,42 +261,40 @@ def lacks_files(place: Store) -> bool:
         return False
     if place.traits.is_current:
         return bool(missing_objects(place, manifest))
-    return not all(can_be_opened(place, name) for file in manifest.files for name in objects_of(manifest, file.rank))
+    return not all(can_be_opened(place, part.name) for file in manifest.files for part in manifest.parts_of(file))
 
 
-def objects_of(manifest: Manifest, rank: int) -> list[str]:
-    """The names of all objects that a rank's file is stored in."""
-    return [manifest.file_name(rank)]
-
-
-def missing_objects(place: Store, manifest: Manifest) -> dict[int, list[str]]:
-    """The objects of each rank that a listing of this save's data does not show, where there are such."""
+def missing_objects(place: Store, manifest: Manifest) -> dict[int, str]:
+    """For each rank whose objects a listing of this save's data does not all show: the first that is missing."""
     there = set(place.list(f"data/{manifest.save_id}/"))
-    found = {file.rank: [n for n in objects_of(manifest, file.rank) if n not in there] for file in manifest.files}
-    return {rank: names for rank, names in found.items() if names}
+    first = {f.rank: next((p.name for p in manifest.parts_of(f) if p.name not in there), "") for f in manifest.files}
+    return {rank: name for rank, name in first.items() if name}
 
 
 def _look_at_files(place: Store, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
     if place.traits.is_current and place.traits.part_bytes:  # objects are there whole, or not at all
-        for names in missing_objects(place, manifest).values():
-            raise CheckpointDamaged(f"{place.url}/{names[0]} is missing")
+        for name in missing_objects(place, manifest).values():
+            raise CheckpointDamaged(f"{place.url}/{name} is missing")
         return
 
-    def look(file: ShardFile) -> None:
-        name = manifest.file_name(file.rank)
+    def look(part: FilePart) -> None:
         try:
-            reader = place.reader(name)
+            reader = place.reader(part.name)
         except FileNotFoundError:
-            raise CheckpointDamaged(f"{place.url}/{name} is missing") from None
+            raise CheckpointDamaged(f"{place.url}/{part.name} is missing") from None
         size_bytes = reader.size_bytes
         reader.close()
-        if size_bytes != file.size_bytes:
-            raise CheckpointDamaged(f"{place.url}/{name} has {size_bytes} bytes and was saved with {file.size_bytes}")
+        if size_bytes != part.size_bytes:
+            raise CheckpointDamaged(
+                f"{place.url}/{part.name} has {size_bytes} bytes and was saved with {part.size_bytes}"
+            )
 
+    parts = (part for file in manifest.files for part in manifest.parts_of(file))
     with ThreadPoolExecutor(_LOOKS) as pool:
-        for _ in pool.map(look, manifest.files):
-            pass
+        while some := list(islice(parts, _LOOKED_AT)):  # some at a time: a damaged manifest may claim any number
+            for _ in pool.map(look, some):
+                pass
 
 
 def _fault_of(store: Store, generation: int, data: bytes) -> str:

@@ -22,7 +22,7 @@ from milepost.commit.find import (
     removals_in,
     was_overtaken,
 )
-from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
+from milepost.core.manifest import Manifest, ShardFile, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
 from milepost.errors import AlreadyExists, CheckpointError, NoReply, NotDurable, SaveConflict, StorageError
@@ -186,10 +186,14 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
 
 def _unseen(store: Store, manifest: Manifest) -> list[int]:
     """The ranks whose files are not there. The listing of a network file system may be old, so names are tried, too."""
-    missing = missing_objects(store, manifest)
     if store.traits.is_current:
-        return list(missing)
-    return [rank for rank, names in missing.items() if not all(can_be_opened(store, name) for name in names)]
+        return list(missing_objects(store, manifest))
+    there = set(store.list(f"data/{manifest.save_id}/"))
+
+    def is_seen(file: ShardFile) -> bool:
+        return all(part.name in there or can_be_opened(store, part.name) for part in manifest.parts_of(file))
+
+    return [file.rank for file in manifest.files if not is_seen(file)]
 
 
 def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None) -> None:

@@ -11,7 +11,7 @@ from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
 class MemoryStore:
     """Bytes by name in a dict. An object appears whole when it is committed.
 
-    `traits`: what it is to be like. The default is a file system; tests of object stores pass others.
+    `traits`: play another kind of store, such as an object store that keeps long files in parts.
 
     >>> store = milepost.store.MemoryStore()
     >>> _ = milepost.save({"step": 1}, store)
@@ -35,7 +35,7 @@ class MemoryStore:
 
     @property
     def traits(self) -> Traits:
-        """Those that it was made with."""
+        """Those that it was made with: by default those of a file system."""
         return self._traits
 
     def create(self, name: str, *data: Buffer) -> None:
