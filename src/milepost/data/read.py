@@ -135,7 +135,8 @@ class VerifiedFile:
             self.reader.read(self.header.header_bytes + start, views)
 
     def _bytes(self, start: int, count: int) -> bytes:
-        with self._present("is missing"):  # a store may look for it only now
+        # A store that answers slowly has not looked for it when it was opened.
+        with self._present("is missing" if self.traits.requests else _REMOVED):
             return read_bytes(self.reader, start, count)
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
