@@ -367,12 +367,12 @@ class Checkpointer:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, by default the newest, to look inside. May be called on one rank alone."""
-        chosen = self.latest() if step is None else step
-        if chosen is None:
+        self._check_open()
+        found = self._shelf.newest() if step is None else (step, self._shelf.folder_of(step))
+        if found is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
         types, allow_pickle = self._for_loads.get("types", ()), self._for_loads.get("allow_pickle", False)
-        place = self._shelf.within(self._shelf.folder_of(checked_step(chosen)))
-        return open_checkpoint(place, types=types, allow_pickle=allow_pickle)
+        return open_checkpoint(self._shelf.within(found[1]), types=types, allow_pickle=allow_pickle)
 
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.

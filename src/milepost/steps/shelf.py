@@ -49,6 +49,10 @@ class Shelf:
         """The newest step."""
         return self._survey.latest()
 
+    def newest(self) -> tuple[int, str] | None:
+        """The newest step, and the name under the root where it is read from."""
+        return self._survey.newest()
+
     def is_there(self, step: int) -> bool:
         """Whether this step is committed, or another program saved it."""
         return self._survey.is_there(step)

@@ -42,8 +42,11 @@ class Survey(Protocol):
     def latest(self) -> int | None:
         """The newest of `steps`."""
 
+    def newest(self) -> tuple[int, str] | None:
+        """The newest of `steps`, and the folder that it is read from."""
+
     def untried(self, skipped: Collection[int]) -> tuple[int, str] | None:
-        """The newest step other than these, and the folder that it is read from."""
+        """The newest step other than these, and its folder. Waits where a listing may be old."""
 
     def is_there(self, step: int) -> bool:
         """Whether this step is among `steps`."""
@@ -122,6 +125,11 @@ class FileSurvey(_Places):
     def latest(self) -> int | None:
         """See `Survey`."""
         return max(self.steps(), default=None)
+
+    def newest(self) -> tuple[int, str] | None:
+        """See `Survey`."""
+        step = self.latest()
+        return None if step is None else (step, self.folder_of(step))
 
     def is_there(self, step: int) -> bool:
         """See `Survey`. The listing of the root may be old, so it is looked for by its name, too."""
@@ -253,8 +261,12 @@ class ObjectSurvey(_Places):
 
     def latest(self) -> int | None:
         """See `Survey`."""
-        found = self.untried(())
+        found = self.newest()
         return None if found is None else found[0]
+
+    def newest(self) -> tuple[int, str] | None:
+        """See `Survey`."""
+        return self.untried(())
 
     def untried(self, skipped: Collection[int]) -> tuple[int, str] | None:
         """See `Survey`. Asks the newest first, until one is a step: usually one listing of the root and one of it."""
