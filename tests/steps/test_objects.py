@@ -135,6 +135,20 @@ def test_step_whose_save_got_no_reply_may_appear():
     assert keeper.steps() == [2, 3]
 
 
+def test_late_manifest_of_data_that_was_removed_is_no_step():
+    store = LateStore(objects(), lambda call: "late" if "create" in call and "manifest-" in call else None)
+    keeper = Checkpointer(store)
+    with pytest.raises(milepost.NoReply):
+        keeper.save(state(2), 2)
+    store.fate = lambda _: None
+    assert keeper.remove_unfinished() == [2]
+    store.arrive()
+    assert keeper.steps() == []
+    assert keeper.restore(state(0), default=0) == 0
+    keeper.save(state(3), 2)
+    assert keeper.steps() == [2]
+
+
 def test_newest_is_found_while_the_only_step_is_replaced():
     inner = objects()
     keeper = Checkpointer(inner, keep_last=1)

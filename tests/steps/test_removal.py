@@ -13,7 +13,7 @@ from milepost.core.manifest import manifest_name, shard_name
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, step_name
 from milepost.store import LocalStore, MemoryStore, Within
-from milepost.testing import CountingStore, Crash, CrashingStore
+from milepost.testing import CountingStore, Crash, CrashingStore, run_ranks
 from tests.commit.object_places import objects
 from tests.steps.numbered import holds, state
 
@@ -86,6 +86,41 @@ def test_a_save_that_dies_at_any_call_leaves_the_kept_steps_whole(after, store_o
         assert keeper.steps() == [2, 3]
         assert leftovers(store, [2, 3]) == []
     assert newest == {2, 3}
+
+
+@pytest.mark.parametrize("kind", ["local", "memory", "objects"])
+def test_data_of_dead_saves_is_removed_when_asked(tmp_path, kind):
+    store = LocalStore(tmp_path) if kind == "local" else {"memory": MemoryStore, "objects": objects}[kind]()
+    Checkpointer(store).save(state(1), 1)
+
+    class Dying(CountingStore):
+        dead = False
+
+        def before(self, number, call):
+            if self.dead:
+                raise Crash
+
+        def after(self, number, call):
+            self.dead = call.startswith(("create step-0000000002/data", "commit step-0000000002/data"))
+            self.before(number, call)
+
+    for _ in range(3):
+        with pytest.raises(Crash):
+            Checkpointer(Dying(store)).save(state(2), 2)
+    dead = {name for name in store.list(step_name(2)) if "/data/" in name}
+    assert len(dead) == 3
+
+    def work(comm):
+        return Checkpointer(store, process_group=comm).remove_unfinished()
+
+    assert run_ranks(2, work) == [[2], [2]]
+    assert not [name for name in store.list(step_name(2)) if not name.endswith(REMOVED)]
+    keeper = Checkpointer(store)
+    assert keeper.remove_unfinished() == []
+    assert keeper.restore(found := state(0)) == 1
+    assert holds(found, 1)
+    keeper.save(state(5), 2)
+    assert holds(keeper.open(2).state(), 5)
 
 
 def test_an_older_generation_that_was_not_swept_does_not_come_to_light():

@@ -33,7 +33,7 @@ from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.options import RunKeywords, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
-from milepost.steps.shelf import METRICS, Shelf, checked_step
+from milepost.steps.shelf import Shelf, checked_step, with_metrics
 from milepost.steps.storage_checkpointer import ranks_by
 from milepost.store import AtGeneration, Location, Store, store_at
 
@@ -58,6 +58,7 @@ class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
 _NOTHING = _RestoreChoice(None, "", verify_first=False)
 _CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
+_SWEEPING = Meeting("removing", Wire(NoneType), Wire(list[int]))
 
 
 class Checkpointer:
@@ -177,7 +178,7 @@ class Checkpointer:
             metadata = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    metadata = _with_metrics(metadata, metrics)
+                    metadata = with_metrics(metadata, metrics)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     refuse(place, comm, error)
             given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
@@ -220,7 +221,7 @@ class Checkpointer:
             made = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    made = _with_metrics(made, metrics)
+                    made = with_metrics(made, metrics)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     engine.refuse(ticket, place, error)
             given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
@@ -392,6 +393,19 @@ class Checkpointer:
         with calling(comm, Call("removing", self.url)):
             meet(comm, Call("removing", self._shelf.place(step).url), _REMOVING, lambda: None, remove)
 
+    def remove_unfinished(self) -> list[int]:
+        """Remove, on every rank, what saves left that never finished, in folders without a checkpoint.
+
+        Gives their steps. For the start of a job, after `restore`: no other job may be saving to the path, since its
+        save cannot be told from a dead one. Such data is also swept when the same step is saved again.
+        """
+        self._check_open()
+        self._finish()
+        comm = self._ranks()
+        call = Call("removing unfinished saves from", self.url)
+        with calling(comm, call):
+            return meet(comm, call, _SWEEPING, lambda: None, lambda _: self._shelf.remove_unfinished())
+
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
         self._check_open()
@@ -451,24 +465,6 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: Inv
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
-    if METRICS in metadata:
-        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
-    check_values({"metrics": metrics})
-    if metrics is None:
-        return metadata
-    plain: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            plain[name] = float(value)
-        except Exception as error:
-            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
-        if not isinstance(name, str):
-            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
-    return {**metadata, METRICS: plain}
 
 
 def _allows_another(error: CheckpointError) -> bool:

@@ -8,11 +8,12 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from milepost.commit.find import look_whole, newest, parse, read_manifest
-from milepost.commit.removal import LATE_S, finish_removal, forget_removal, remove_checkpoint
+from milepost.commit.removal import LATE_S, finish_removal, forget_removal, remove_checkpoint, remove_unfinished
 from milepost.core.manifest import Manifest
+from milepost.core.option_values import check_values
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
 from milepost.state.values import Codec
 from milepost.steps.names import MAX_STEP, StepNames
@@ -101,7 +102,7 @@ class Shelf:
             doomed = sorted(scores.keys() - kept)
             if not doomed:
                 return []
-            gone = self._survey.gone(rule.counted(scores))
+            gone = self._survey.gone(rule.counted(scores) - {saved})
             if gone:  # another job removed them, so that they keep no place
                 scores = {step: score for step, score in scores.items() if step not in gone}
                 continue
@@ -124,6 +125,16 @@ class Shelf:
             else:
                 self._was_removed(step, markers)
         self._forget_removals()
+
+    def remove_unfinished(self) -> list[int]:
+        """Remove the data of saves that never finished, in folders without a checkpoint, and say of which steps."""
+        removed = []
+        for step in self._survey.unfinished():
+            marker = remove_unfinished(self.place(step))
+            if marker is not None:
+                self._was_removed(step, [marker])
+                removed.append(step)
+        return removed
 
     def _was_removed(self, step: int, markers: Sequence[str]) -> None:
         """Remember when a removal was finished, where its marker stays for some time."""
@@ -203,6 +214,24 @@ class Shelf:
         if line not in self._left_alone:
             self._left_alone.add(line)
             _log.warning("%s", line)
+
+
+def with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
+    if METRICS in metadata:
+        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+    check_values({"metrics": metrics})
+    if metrics is None:
+        return metadata
+    plain: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = float(value)
+        except Exception as error:
+            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
+        if not isinstance(name, str):
+            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
+    return {**metadata, METRICS: plain}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

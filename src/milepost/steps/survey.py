@@ -67,11 +67,14 @@ class Survey(Protocol):
         """The newest generation of each step of ours that has one."""
 
     def remembered(self) -> Mapping[int, int]:
-        """Like `committed`, for the job that saves: what it found before may come from memory.
+        """Like `committed` after `markers`, for the job that saves: what it found before may come from memory.
 
         Its own removals end that, by `forget`, and so does a root that lists the folder no more. Another job's removal
         is seen by `gone`.
         """
+
+    def unfinished(self) -> list[int]:
+        """The steps whose folders hold data of saves, and no manifest and no marker."""
 
     def gone(self, steps: Iterable[int]) -> set[int]:
         """Those of these steps that `remembered` gave from memory, and that are there no more."""
@@ -216,6 +219,12 @@ class FileSurvey(_Places):
         """Whether the folder of a step that is listed is really there. If not, then the listing of the root is old."""
         return not isinstance(self.root, LocalStore) or is_folder(self.root.root / self.patterns.own.name(step))
 
+    def unfinished(self) -> list[int]:
+        """See `Survey`."""
+        names = self._names()
+        steps = names.keys() - _newest(names).keys() - {step for step, found in self.markers().items() if found}
+        return [step for step in sorted(steps) if next(iter(self.place(step).list("data/")), None)]
+
     def remembered(self) -> dict[int, int]:
         """Nothing is remembered."""
         return self.committed()
@@ -239,6 +248,7 @@ class _StepFolder:
     generation: int = 0
     markers: tuple[str, ...] = ()
     is_foreign: bool = False
+    has_data: bool = False
 
 
 class ObjectSurvey(_Places):
@@ -323,7 +333,8 @@ class ObjectSurvey(_Places):
         numbers = generations_in(self.root, names)
         files = {one for one in names if not one.endswith("/")}
         is_foreign = not numbers and names_look_foreign(files)
-        return _StepFolder(numbers[0] if numbers else 0, tuple(removals_in(names).values()), is_foreign)
+        markers = tuple(removals_in(names).values())
+        return _StepFolder(numbers[0] if numbers else 0, markers, is_foreign, "data/" in names)
 
     def _each(self, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
         """What `look` gives for each step, several at the same time."""
@@ -332,16 +343,21 @@ class ObjectSurvey(_Places):
     def committed(self) -> dict[int, int]:
         """See `Survey`. Asks all folders of ours, several at the same time."""
         self._known.clear()
-        return self.remembered()
+        self._look_around()
+        return dict(self._known)
 
     def remembered(self) -> dict[int, int]:
-        """See `Survey`. Asks the folders in which no step is known yet."""
-        self._look_around()
+        """See `Survey`. Asks nothing: `markers` has asked the folders in which no step was known."""
         return dict(self._known)
 
     def markers(self) -> dict[int, Sequence[str]]:
         """See `Survey`. Asks the folders in which no step is known yet."""
         return {step: folder.markers for step, folder in self._look_around().items() if folder.markers}
+
+    def unfinished(self) -> list[int]:
+        """See `Survey`. Asks the folders in which no step is known yet."""
+        found = self._look_around().items()
+        return [step for step, folder in found if folder.has_data and not folder.generation and not folder.markers]
 
     def _look_around(self) -> dict[int, _StepFolder]:
         """Ask the folders of ours in which no step is known, unless they rest; remember the steps."""
