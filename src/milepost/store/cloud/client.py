@@ -145,6 +145,8 @@ def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -
             endpoint = f"{parts.scheme}://{place.bucket}.{parts.netloc}{parts.path}"
         config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
     config["virtual_hosted_style_request"] = not path_style
+    # The service compares what arrived. A signature has the SHA-256 anyway, but some services do not look at that one.
+    config["checksum_algorithm"] = "CRC64NVME" if options.unsigned else "SHA256"
     if options.unsigned:
         config["unsigned_payload"] = True
     if options.kms_key is not None:
