@@ -33,7 +33,7 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A place in an object store. `root`: the prefix of all keys, without slashes at its ends. `settings`: the query."""
+    """A place in a bucket. `root`: the prefix of all keys, without slashes at its ends. `settings`: its query."""
 
     scheme: str
     host: str
