@@ -49,8 +49,9 @@ def shown(path: object) -> str:
     return without_secrets(text)
 
 
-def inside(place: str, name: str) -> str:
+def inside(path: str | os.PathLike[str], name: str) -> str:
     """The path or URL of a name below a place. The settings of a URL stay at its end."""
+    place = spelled(path)
     if "://" not in place or place.lower().startswith("file://"):
         return os.path.join(place, name)
     base, mark, query = place.partition("?")
