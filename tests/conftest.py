@@ -3,6 +3,8 @@ import signal
 import pytest
 
 from faults.netfs import NetworkFiles, why_not
+from faults.proxy import Proxy
+from faults.servers import SeaweedFS
 from tests import ranks
 
 ranks.preload()
@@ -45,3 +47,23 @@ def tmp_path(tmp_path, place):
         folder = network.client / "folder"
         folder.mkdir()
         yield folder
+
+
+@pytest.fixture(scope="session")
+def seaweed():
+    """An S3 server, started by the first test of a process that needs one: `with seaweed.place() as url:`."""
+    yield from _started(SeaweedFS)
+
+
+def _started(server):
+    if server.why_not():
+        pytest.skip(server.why_not())
+    with server() as running:
+        yield running
+
+
+@pytest.fixture
+def s3_proxy(seaweed):
+    """A proxy in front of the S3 server: `with seaweed.place(s3_proxy.endpoint) as url:`, and `s3_proxy.set_rules`."""
+    with Proxy(seaweed.address) as proxy:
+        yield proxy
