@@ -315,7 +315,8 @@ def place_in(store: str, output: Path) -> Iterator[str]:
         os.environ.update(server.environment)  # the ranks get it from here
         os.environ["AWS_ENDPOINT_URL"] = server.endpoint
         print(f"an object store: SeaweedFS at {server.endpoint}")
-        yield f"s3://{server.bucket}/demo"
+        server.make_bucket("demo")
+        yield "s3://demo"
 
 
 def main() -> int:

@@ -10,6 +10,7 @@ import sys
 import tempfile
 import urllib.parse
 from collections.abc import Iterator
+from http import HTTPStatus
 from pathlib import Path
 from typing import NamedTuple, Self
 
@@ -110,6 +111,12 @@ class SeaweedFS:
             finally:
                 if self._process and self._process.is_running:
                     self._filer("DELETE", f"/buckets/{BUCKET}/{prefix}?recursive=true")
+
+    def make_bucket(self, name: str) -> None:
+        """Make a bucket, if it is not there."""
+        folder = f"/buckets/{name}/"
+        if self._filer("GET", folder) != HTTPStatus.OK:
+            assert self._filer("POST", folder) == HTTPStatus.CREATED
 
     # --- its life
 
