@@ -72,7 +72,7 @@ class Traffic:
 
 
 class Proxy:
-    """A proxy in front of the server at `address`. It is a process of its own, `faults.middle`, and ends with this one."""
+    """A proxy in front of the server at `address`. It is a process of its own, and ends with this one."""
 
     def __init__(self, address: tuple[str, int], *, latency_s: float = 0.0, seed: int = 0) -> None:
         self._address, self._latency_s, self._seed = address, latency_s, seed
