@@ -23,7 +23,7 @@ from milepost import Store
 from milepost.store import Traits, store_at
 from milepost.testing import CountingStore
 
-PART_BYTES = 512 << 10
+PART_BYTES = 1 << 20
 """In an object store, files are cut into parts of 64 MiB. Here they are smaller, so that a small model has several."""
 
 
