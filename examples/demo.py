@@ -315,8 +315,7 @@ def place_in(store: str, output: Path) -> Iterator[str]:
         os.environ.update(server.environment)  # the ranks get it from here
         os.environ["AWS_ENDPOINT_URL"] = server.endpoint
         print(f"an object store: SeaweedFS at {server.endpoint}")
-        server.make_bucket("demo")
-        yield "s3://demo"
+        yield "s3://my-bucket/demo"
 
 
 def main() -> int:

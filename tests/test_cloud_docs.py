@@ -46,7 +46,6 @@ def use_everything(root):
 
 
 def test_policy_for_s3_allows_what_is_asked_and_no_more(seaweed, s3_proxy, monkeypatch):
-    seaweed.make_bucket("my-bucket")
     for name, value in {**seaweed.environment, "AWS_ENDPOINT_URL": s3_proxy.endpoint}.items():
         monkeypatch.setenv(name, value)
     use_everything("s3://my-bucket/runs")

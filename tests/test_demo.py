@@ -119,8 +119,7 @@ def start_example(server: SeaweedFS, place: str, ranks: int, *options: str) -> l
 @pytest.mark.slow
 @pytest.mark.timeout(170)
 def test_the_example_resumes_from_an_object_store(seaweed, tmp_path):
-    seaweed.make_bucket("examples")
-    place = f"s3://examples/{tmp_path.name}"
+    place = f"s3://my-bucket/{tmp_path.name}"
     killed = start_example(seaweed, place, 2, "--steps", "1000", "--pause-s", "0.05")
     try:
         lines = iter(killed[0].stdout.readline, "")
