@@ -131,19 +131,22 @@ def shows(text, printed):
 
 @dataclass(frozen=True, slots=True)
 class PageServer:
-    """A server for pages: its class, the fixture that shares one among tests, and the variable for its address."""
+    """A server for pages: its class, the fixture that shares one among tests, and the variable for its endpoint."""
 
     kind: type
     fixture: str
-    address: str
+    variable: str
 
-    def prepare(self, server):
-        """Make the bucket that the pages name. Gives the environment that leads to it."""
-        server.make_bucket("my-bucket")
-        return {**server.environment, self.address: server.endpoint}
+    def environment(self, server):
+        """The environment that leads to it."""
+        return {**server.environment, self.variable: server.endpoint}
 
 
-SERVERS = {"s3": PageServer(servers.SeaweedFS, "seaweed", "AWS_ENDPOINT_URL")}
+SERVERS = {
+    "s3": PageServer(servers.SeaweedFS, "seaweed", "AWS_ENDPOINT_URL"),
+    "gcs": PageServer(servers.SmallGcs, "small_gcs", "STORAGE_EMULATOR_HOST"),
+    "azure": PageServer(servers.Azurite, "azurite", "AZURE_STORAGE_ENDPOINT"),
+}
 
 
 def check(page, folder, stale=None, environment=None):
@@ -174,7 +177,7 @@ def update(page):
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         server = SERVERS.get(server_of(page))
-        environment = server.prepare(stack.enter_context(server.kind())) if server else {}
+        environment = server.environment(stack.enter_context(server.kind())) if server else {}
         check(page, folder, stale, environment)
     text = page.read_text()
     for block, printed in reversed(stale):

@@ -56,7 +56,7 @@ def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, request):
     environment = {}
     if kind:
         server = pages.SERVERS[kind]
-        environment = server.prepare(request.getfixturevalue(server.fixture))
+        environment = server.environment(request.getfixturevalue(server.fixture))
     pages.check(page, tmp_path, environment=environment)
 
 
