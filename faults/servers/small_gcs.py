@@ -121,7 +121,7 @@ class GcsRequest(BaseHTTPRequestHandler):
         path, _, query = self.path.partition("?")
         _, bucket, *name = path.split("/", 2)
         found = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-        return bucket, urllib.parse.unquote(name[0]) if name else "", found
+        return urllib.parse.unquote(bucket), urllib.parse.unquote(name[0]) if name else "", found
 
     def _handle(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
