@@ -177,6 +177,24 @@ def manifest_of_a_tebibyte_of_holes(folder: Path) -> None:
 
 
 @corpus.attack("open")
+def parts_that_cut_blocks(folder: Path) -> None:
+    """A block in two objects could not be checked by one read."""
+    forge_manifest(folder, lambda record: record["files"][0].update(part_bytes=1000))
+
+
+@corpus.attack("open")
+def parts_of_negative_size(folder: Path) -> None:
+    """Arithmetic with it would name objects for ever."""
+    forge_manifest(folder, lambda record: record["files"][0].update(part_bytes=-(2**16)))
+
+
+@corpus.attack("load")
+def file_in_more_parts_than_there_are_names(folder: Path) -> None:
+    """A petabyte in parts of 64 KiB: nothing may be listed or allocated for them."""
+    forge_manifest(folder, lambda record: record["files"][0].update(size_bytes=2**50, part_bytes=2**16))
+
+
+@corpus.attack("open")
 def generation_of_another_file_name(folder: Path) -> None:
     """An old manifest under a newer name would bring back an old state."""
     make_good(folder)

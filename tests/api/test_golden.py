@@ -79,6 +79,16 @@ def test_the_golden_checkpoint_is_the_one_that_was_made_once():
     assert milepost.open(GOLDEN).verify().ok
 
 
+def test_a_shard_file_in_parts_is_what_the_formula_says():
+    place = GOLDEN.with_name("v1-parts")
+    with milepost.open(place) as checkpoint:
+        assert same(checkpoint.state(), make.parts_state())
+        assert checkpoint.verify().ok
+    assert json.loads((place / "manifest-00000001.json").read_bytes())["checksum"] == "3efdca7e08388a28"
+    names = sorted(path.name for path in place.glob("data/*/*"))
+    assert names == [f"00000.safetensors-{i:05d}" for i in range(4)]
+
+
 def test_every_value_and_tensor_is_what_the_formulas_say():
     with milepost.open(GOLDEN, types=make.TYPES) as checkpoint:
         assert same(checkpoint.state(), expected())

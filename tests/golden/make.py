@@ -20,7 +20,9 @@ import torch
 import milepost
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Mesh
+from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import VERSION
+from milepost.store import MemoryStore, Traits
 from milepost.testing import run_ranks
 
 HERE = Path(__file__).parent
@@ -163,8 +165,26 @@ def state_of(rank: int) -> dict[str, Any]:
     }
 
 
+def parts_state() -> dict[str, Any]:
+    """What the checkpoint in parts holds: enough for two parts of data and a bit."""
+    count = 2 * BLOCK_BYTES + 1001
+    return {"bytes": (torch.arange(count) * 7 % 251).to(torch.uint8), "step": 9}
+
+
+def make_parts(place: Path) -> None:
+    """Write what an object store with small parts gets, as a plain copy of it on a disk."""
+    store = MemoryStore(traits=Traits(part_bytes=BLOCK_BYTES, range_bytes=BLOCK_BYTES, requests=2, is_current=True))
+    milepost.save(parts_state(), store)
+    for name, data in store.objects.items():
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        (place / name).write_bytes(data)
+
+
 def main() -> None:
-    """Write the golden checkpoint; refuse to replace one."""
+    """Write the golden checkpoints; refuse to replace one."""
+    parts = HERE / f"v{VERSION}-parts"
+    if not parts.exists():
+        make_parts(parts)
     place = HERE / f"v{VERSION}"
     if place.exists() and sys.argv[1:] != ["--replace"]:
         raise SystemExit(f"{place} exists; golden checkpoints are kept. Pass --replace before the first release.")

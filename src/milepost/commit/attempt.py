@@ -8,7 +8,7 @@ can name it any more. Otherwise the data stays, and a later save sweeps it.
 import logging
 import secrets
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
@@ -95,6 +95,13 @@ class Attempt:
     world: int
     decides: bool = False
 
+    def again(self) -> "Attempt":
+        """The same attempt under another id, for data that is written once more.
+
+        No name is used twice: a request of the first time may still be under way, and take effect late.
+        """
+        return replace(self, aim=Aim(self.aim.generation, f"{self.aim.save_id}0"))
+
     def write(
         self,
         entries: list[EntryToWrite],
@@ -175,8 +182,9 @@ class Attempt:
 
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""
+        name = shard_name(self.aim.save_id, self.rank)
         try:
-            self.store.delete(shard_name(self.aim.save_id, self.rank))
+            self.store.delete(*(self.store.list(name) if self.store.traits.part_bytes else [name]))
         except (OSError, CheckpointError) as error:
             _log.warning(
                 "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error

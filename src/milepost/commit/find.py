@@ -7,11 +7,13 @@ a sweep has not removed yet is never taken in its place: it holds older weights.
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
 from typing import TypeVar
 
 from milepost.commit.beside import refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
-from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, unseal
+from milepost.core.manifest import Manifest, generation_of, manifest_name, unseal
+from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
@@ -25,6 +27,7 @@ _AHEAD = 16
 """How many generations above an old listing are tried by name."""
 _LOOKS = 16
 """How many files are opened at the same time."""
+_LOOKED_AT = 1024
 REMOVED = ".removed"
 """Behind a manifest's name: this generation is being removed; see `removal.py`."""
 
@@ -208,26 +211,29 @@ def lacks_files(place: Store) -> bool:
         manifest = parse(place.url, generation, data)
     except CheckpointError:
         return False
-    return not all(can_be_opened(place, manifest.file_name(file.rank)) for file in manifest.files)
+    return not all(can_be_opened(place, part.name) for file in manifest.files for part in manifest.parts_of(file))
 
 
 def _look_at_files(place: Store, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
 
-    def look(file: ShardFile) -> None:
-        name = manifest.file_name(file.rank)
+    def look(part: FilePart) -> None:
         try:
-            reader = place.reader(name)
+            reader = place.reader(part.name)
         except FileNotFoundError:
-            raise CheckpointDamaged(f"{place.url}/{name} is missing") from None
+            raise CheckpointDamaged(f"{place.url}/{part.name} is missing") from None
         size_bytes = reader.size_bytes
         reader.close()
-        if size_bytes != file.size_bytes:
-            raise CheckpointDamaged(f"{place.url}/{name} has {size_bytes} bytes and was saved with {file.size_bytes}")
+        if size_bytes != part.size_bytes:
+            raise CheckpointDamaged(
+                f"{place.url}/{part.name} has {size_bytes} bytes and was saved with {part.size_bytes}"
+            )
 
+    parts = (part for file in manifest.files for part in manifest.parts_of(file))
     with ThreadPoolExecutor(_LOOKS) as pool:
-        for _ in pool.map(look, manifest.files):
-            pass
+        while some := list(islice(parts, _LOOKED_AT)):  # some at a time: a damaged manifest may claim any number
+            for _ in pool.map(look, some):
+                pass
 
 
 def _fault_of(store: Store, generation: int, data: bytes) -> str:

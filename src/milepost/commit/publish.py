@@ -17,7 +17,7 @@ from milepost.commit.find import (
     read_manifest,
     was_overtaken,
 )
-from milepost.core.manifest import Manifest, generation_of, intended_generation, manifest_name, seal
+from milepost.core.manifest import Manifest, ShardFile, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
 from milepost.errors import AlreadyExists, CheckpointError, NotDurable, SaveConflict, StorageError
@@ -159,8 +159,11 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
 def _unseen(store: Store, manifest: Manifest) -> list[int]:
     """The ranks whose files are not there. The listing of a network file system may be old, so names are tried, too."""
     there = set(store.list(f"data/{manifest.save_id}/"))
-    names = {file.rank: manifest.file_name(file.rank) for file in manifest.files}
-    return [rank for rank, name in names.items() if name not in there and not can_be_opened(store, name)]
+
+    def is_seen(file: ShardFile) -> bool:
+        return all(part.name in there or can_be_opened(store, part.name) for part in manifest.parts_of(file))
+
+    return [file.rank for file in manifest.files if not is_seen(file)]
 
 
 def sweep(store: Store, manifest: Manifest) -> None:

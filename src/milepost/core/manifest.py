@@ -16,7 +16,7 @@ from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
-from milepost.core.shardfile import check_block_bytes
+from milepost.core.shardfile import FileParts, check_block_bytes, data_bytes_of
 from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow, is_dict
 from milepost.core.wire import Wire
 
@@ -83,13 +83,17 @@ class PerRankValue(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: str
 
 
-class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The file that one rank wrote: its size, the size of its header, and a checksum over header and table."""
+class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The file that one rank wrote: its size, the size of its header, and a checksum over header and table.
+
+    `part_bytes`: how much data each object of a file in parts holds (`core.shardfile.FileParts`); 0: it is one object.
+    """
 
     rank: int
     size_bytes: int
     header_bytes: int
     checksum: str
+    part_bytes: int = 0
 
 
 class ReplacedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +127,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def file_name(self, rank: int) -> str:
         """The name of the shard file that `rank` wrote."""
         return shard_name(self.save_id, rank)
+
+    def parts_of(self, file: ShardFile) -> FileParts:
+        """The objects that hold a shard file: usually one."""
+        data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, self.block_bytes)
+        return FileParts(self.file_name(file.rank), file.header_bytes, data_bytes, file.size_bytes, file.part_bytes)
 
     def layout_of(self, tensor: Tensor) -> Layout:
         """How this tensor is cut."""
@@ -326,8 +335,15 @@ def _check_files(manifest: Manifest, held_bytes: int) -> None:
     for file in manifest.files:
         if not 8 <= file.header_bytes <= min(file.size_bytes, MAX_HEADER_BYTES):
             raise ValueError(f"the file of rank {file.rank} cannot have a header of {file.header_bytes} bytes")
+        if file.part_bytes and not _can_be_in_parts(file, manifest.block_bytes):
+            raise ValueError(f"the file of rank {file.rank} cannot have parts of {file.part_bytes} bytes")
     if held_bytes > sum(f.size_bytes - f.header_bytes for f in manifest.files):
         raise ValueError("its tensors are larger than its files")
+
+
+def _can_be_in_parts(file: ShardFile, block_bytes: int) -> bool:
+    data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, block_bytes)
+    return 0 < file.part_bytes < data_bytes and file.part_bytes % block_bytes == 0
 
 
 def _check_tree(manifest: Manifest) -> None:

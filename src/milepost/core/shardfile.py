@@ -6,11 +6,15 @@
     @checksums       the last entry: one XXH3-64 for each block of the data before it (U64)
 
 The manifest holds a checksum over header and table, so each byte of the file is covered exactly once.
+
+A store may keep a long file as several objects, its *parts*: header and first data, further data, and the table. Joined
+in their order they are the file.
 """
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import msgspec
 import xxhash
@@ -97,6 +101,64 @@ def private_name(key: str) -> str:
 def block_count(data_bytes: int, block_bytes: int) -> int:
     """How many blocks, the last one perhaps shorter, cover the data."""
     return -(-data_bytes // block_bytes)
+
+
+def data_bytes_of(size_bytes: int, header_bytes: int, block_bytes: int) -> int:
+    """How many bytes of a file are data: each block of them has eight bytes in the table after the data."""
+    rest = size_bytes - header_bytes
+    return rest - 8 * -(-rest // (block_bytes + 8))
+
+
+@dataclass(frozen=True, slots=True)
+class FilePart:
+    """One object of a file in parts: its name, and the bytes start..stop of the file that it holds."""
+
+    name: str
+    start: int
+    stop: int
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the object."""
+        return self.stop - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class FileParts:
+    """How a file is cut into objects: `part_bytes` of data in each, the header before the first, the table by itself.
+
+    Whole blocks, so none lies in two objects. With `part_bytes` 0 the file is one object. Nothing is listed: a damaged
+    manifest may claim any size.
+    """
+
+    name: str
+    header_bytes: int
+    data_bytes: int
+    size_bytes: int
+    part_bytes: int = 0
+
+    def __len__(self) -> int:
+        return -(-self.data_bytes // self.part_bytes) + 1 if self.part_bytes else 1
+
+    def __getitem__(self, index: int) -> FilePart:
+        if not self.part_bytes:
+            return FilePart(self.name, 0, self.size_bytes)
+        name, table = f"{self.name}-{index:05d}", self.header_bytes + self.data_bytes
+        if index == len(self) - 1:
+            return FilePart(name, table, self.size_bytes)
+        start = self.header_bytes + index * self.part_bytes if index else 0
+        return FilePart(name, start, min(self.header_bytes + (index + 1) * self.part_bytes, table))
+
+    def __iter__(self) -> Iterator[FilePart]:
+        return (self[index] for index in range(len(self)))
+
+    def at(self, offset: int) -> int:
+        """The index of the part that holds this byte of the file."""
+        if not self.part_bytes:
+            return 0
+        if offset >= self.header_bytes + self.data_bytes:
+            return len(self) - 1
+        return max(offset - self.header_bytes, 0) // self.part_bytes
 
 
 def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) -> tuple[bytes, Header]:

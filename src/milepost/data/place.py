@@ -23,7 +23,7 @@ from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.conversion import copy_checked
 from milepost.data.memory import Block, address_of, as_bits, copy_bytes, needs_pinned, view_of
-from milepost.data.read import Files, VerifiedFile
+from milepost.data.read import MAX_OPEN, Files, VerifiedFile
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, restored
 from milepost.errors import CheckpointDamaged, StateMismatch
@@ -90,23 +90,33 @@ def place_all(
         by_rank[placement.item.rank].append(placement)
         total += placement.size_bytes
     meter.expect(total)
+    transfer, remote = transfer.to_read(files.traits), bool(files.traits.requests)
     # A block of the file is checked as a whole, so it must fit a worker's memory.
     align = files.manifest.block_bytes if verify else PAGE_BYTES
     size = max(transfer.block_bytes // align, 1) * align
     pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
-    jobs = (job for rank in sorted(by_rank) for job in _jobs(files.of(rank), by_rank[rank], align, size, lossy))
+    ranks = _opened(files, sorted(by_rank))
+    jobs = (job for rank in ranks for job in _jobs(files.of(rank), by_rank[rank], align, size, lossy))
 
     first = next(jobs, None)
     if first is None:
         return
-    threads = transfer.threads_for(total, count, size)
-    if not transfer.direct or not _is_cold(first):
+    threads = transfer.threads_for(total, 1 if remote else count, size)
+    if not remote and (not transfer.direct or not _is_cold(first)):
         threads = min(threads, _FROM_THE_CACHE)
 
     def make_worker() -> Callable[[_ReadJob], None]:
         return _Placer(Block(size, pinned), transfer.direct, verify, meter)
 
     run_all(chain([first], jobs), make_worker, threads, meter)
+
+
+def _opened(files: Files, ranks: list[int]) -> Iterator[int]:
+    """The ranks, with their files opened some ahead."""
+    for at in range(0, len(ranks), MAX_OPEN // 2):
+        batch = ranks[at : at + MAX_OPEN // 2]
+        files.open_ahead(batch)
+        yield from batch
 
 
 def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry, lossy: bool) -> None:
@@ -174,8 +184,9 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
         ranges = [span for piece in pieces for span in ([piece[:2]] if piece.address else _spans(piece))]
     following, active = 0, list[_Span]()
     for low, high in _merged(ranges, align, file.header.data_bytes):
-        for start in range(low, high, size):
-            stop = min(start + size, high)
+        stop = low
+        while stop < high:
+            start, stop = stop, min(stop + size, high, file.end_of_part(stop))
             active = [piece for piece in active if piece.stop > start]
             while following < len(pieces) and pieces[following].start < stop:
                 active.append(pieces[following])

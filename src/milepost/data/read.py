@@ -5,7 +5,8 @@ against the table, where it was read to.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,9 +20,10 @@ from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import Manifest, ShardFile
 from milepost.core.shardfile import CHECKSUMS, Entry, Header, read_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.parts import MAYBE_REPLACED, open_parts
 from milepost.data.transfer import Meter, Transfer, new_pages, run_all
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
-from milepost.store import Reader, Store
+from milepost.store import Reader, Store, Traits
 
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
@@ -48,22 +50,16 @@ class VerifiedFile:
         self.name = manifest.file_name(record.rank)
         self.where = f"{store.url}/{self.name}"
         self.block_bytes = manifest.block_bytes
-        self.reader = self._open(store, record)
+        self.parts, self.traits = manifest.parts_of(record), store.traits
+        # Where a request costs a round trip, a job is one request. Else it is checked while it is in the cache.
+        self._at_once_bytes = 2**63 if self.traits.requests else max(_WARM_BYTES, self.block_bytes)
+        with self._present("is missing"):
+            self.reader = open_parts(store, self.parts)
         try:
             self.header, self._sums = self._read_head(record, manifest)
         except BaseException:
             self.reader.close()
             raise
-
-    def _open(self, store: Store, record: ShardFile) -> Reader:
-        with self._present("is missing"):
-            reader = store.reader(self.name)
-        if reader.size_bytes != record.size_bytes:
-            reader.close()
-            raise CheckpointDamaged(
-                f"{self.where} has {reader.size_bytes} bytes and was saved with {record.size_bytes}"
-            )
-        return reader
 
     @contextlib.contextmanager
     def _present(self, what: str) -> Iterator[None]:
@@ -71,14 +67,12 @@ class VerifiedFile:
         try:
             yield
         except FileNotFoundError:
-            raise CheckpointDamaged(
-                f"{self.where} {what}. If a newer save replaced this checkpoint, or it was removed, open one again."
-            ) from None
+            raise CheckpointDamaged(f"{self.where} {what}. {MAYBE_REPLACED}") from None
 
     def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
         """Header and table of checksums, checked against the manifest."""
         head = self._bytes(0, record.header_bytes)
-        data_bytes = _data_bytes(record.size_bytes - record.header_bytes, self.block_bytes)
+        data_bytes = self.parts.data_bytes
         table_bytes = record.size_bytes - record.header_bytes - data_bytes
         if table_bytes > MAX_TABLE_BYTES:
             raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
@@ -122,10 +116,14 @@ class VerifiedFile:
         if not verify:
             self._fill(start, views)
             return
-        for part in _slices(views, max(_WARM_BYTES, self.block_bytes)):
+        for part in _slices(views, self._at_once_bytes):
             self._fill(start, part)
             self.check(start, part)
             start += sum(map(len, part))
+
+    def end_of_part(self, start: int) -> int:
+        """Where the object ends that holds this byte of the data, as an offset in the data."""
+        return self.parts[self.parts.at(self.header.header_bytes + start)].stop - self.header.header_bytes
 
     def read_cold(self, start: int, block: memoryview) -> None:
         """Fill page-aligned memory with the data from `start`, past the page cache. Checks nothing."""
@@ -137,7 +135,7 @@ class VerifiedFile:
             self.reader.read(self.header.header_bytes + start, views)
 
     def _bytes(self, start: int, count: int) -> bytes:
-        with self._present(_REMOVED):
+        with self._present("is missing"):  # a store may look for it only now
             return read_bytes(self.reader, start, count)
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
@@ -191,7 +189,7 @@ class VerifiedFile:
 
     def _read_through(self, look: Callable[[int, memoryview], None], transfer: Transfer, meter: Meter) -> None:
         """Read all data, block by block and unverified, and call `look` with each, from several threads."""
-        total = self.header.data_bytes
+        total, transfer = self.header.data_bytes, transfer.to_read(self.traits)
         size = -(-transfer.block_bytes // self.block_bytes) * self.block_bytes
 
         def make_worker() -> Callable[[int], None]:
@@ -243,12 +241,6 @@ def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
         yield part
 
 
-def _data_bytes(rest_bytes: int, block: int) -> int:
-    """How many of the bytes after the header are data: each block has eight bytes in the table after the data."""
-    blocks = -(-rest_bytes // (block + 8))
-    return rest_bytes - 8 * blocks
-
-
 class Files:
     """The shard files of one checkpoint, opened when they are first needed; at most `MAX_OPEN` are kept open."""
 
@@ -262,6 +254,20 @@ class Files:
         """Where the checkpoint is, for messages."""
         return self._store.url
 
+    @property
+    def traits(self) -> Traits:
+        """Those of the store that holds the files."""
+        return self._store.traits
+
+    def open_ahead(self, ranks: Iterable[int]) -> None:
+        """Open the files of these ranks, at most `MAX_OPEN`, side by side where each costs a round trip or two."""
+        missing = [rank for rank in ranks if rank not in self._open and rank in self._records]
+        if self.traits.requests and len(missing) > 1:
+            self._make_room(len(missing))
+            with ThreadPoolExecutor(self.traits.requests) as pool:
+                for rank, file in zip(missing, pool.map(self.make, missing), strict=True):
+                    self._open[rank] = file
+
     @cached_property
     def transforms(self) -> dict[str, tuple[str, ...]]:
         """The tensors whose bytes were transformed, by key, and how."""
@@ -272,11 +278,14 @@ class Files:
         if rank not in self._open:
             if rank not in self._records:
                 raise CheckpointDamaged(f"{self._store.url}: the manifest names data of rank {rank}, but no file of it")
-            while len(self._open) >= MAX_OPEN:
-                # Dropped, not closed: a worker may still read from it. It closes with the last reference.
-                self._open.pop(next(iter(self._open)))
+            self._make_room(1)
             self._open[rank] = self.make(rank)
         return self._open[rank]
+
+    def _make_room(self, count: int) -> None:
+        while self._open and len(self._open) + count > MAX_OPEN:
+            # Dropped, not closed: a worker may still read from it. It closes with the last reference.
+            self._open.pop(next(iter(self._open)))
 
     def make(self, rank: int) -> VerifiedFile:
         """Open a file; `of` does that once."""

@@ -6,19 +6,22 @@ import mmap
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.core.option_values import check_values
 from milepost.data.threads import Crew, Latch
 from milepost.errors import InvalidRequest, SaveCancelled
+from milepost.store import Traits
 
 J = TypeVar("J")
 HOST_MEMORY_BYTES = 512 * MIB
 """What a save or load may use beyond the state itself, unless the caller says otherwise."""
 MAX_THREADS = 256
 _PIECE_BYTES = 32 * KIB
+_THREADS = 4
+_BLOCK_BYTES = 4 * MIB
 _THROUGH_THE_CACHE = 2
 """How many threads write to the page cache at once: a file has one lock there, and more threads only spin on it."""
 _REPORT_EVERY_S = 0.1
@@ -31,7 +34,8 @@ class Transfer:
 
     `threads`: how many blocks are in flight at once; each thread copies, checks and writes (or reads) one. Fewer are
     used through the page cache, where its locks and Python's are the limit.
-    `block_bytes`: how much one request moves. The memory in use is the product of both.
+    `block_bytes`: how much one request moves. The memory in use is the product of both. On an object store, the
+    defaults mean what suits it: more requests at once, and larger ones, within `host_memory_bytes`.
     `direct`: bypass the operating system's page cache where the store can do that and it is faster. Without it, the
     data is in the cache for the next reader. Raises InvalidRequest for numbers out of range.
 
@@ -40,9 +44,10 @@ class Transfer:
     12
     """
 
-    threads: int = 4
-    block_bytes: int = 4 * MIB
+    threads: int = _THREADS
+    block_bytes: int = _BLOCK_BYTES
     direct: bool = True
+    _limit_bytes: int = field(default=HOST_MEMORY_BYTES, repr=False, compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
         check_values({"threads": self.threads, "block_bytes": self.block_bytes, "direct": self.direct})
@@ -79,7 +84,25 @@ class Transfer:
                 f"host_memory_bytes is {host_memory_bytes}, and a transfer needs at least {BLOCK_BYTES // KIB} KiB"
             )
         block = min(self.block_bytes, host_memory_bytes // BLOCK_BYTES * BLOCK_BYTES)
-        return Transfer(min(self.threads, host_memory_bytes // block), block, self.direct)
+        threads = min(self.threads, host_memory_bytes // block)
+        return Transfer(threads, block, self.direct, _limit_bytes=host_memory_bytes)
+
+    def to_write(self, traits: Traits) -> "Transfer":
+        """The same, for a store with these traits: its parts as blocks, and as many requests as it takes."""
+        return self._suited(traits.requests, traits.part_bytes, copies=1)
+
+    def to_read(self, traits: Traits) -> "Transfer":
+        """The same, for a store with these traits: its ranges as blocks, and as many requests as it takes."""
+        return self._suited(traits.requests, traits.range_bytes, copies=2)  # the reply, and where it is put
+
+    def _suited(self, requests: int, request_bytes: int, copies: int) -> "Transfer":
+        if not requests or not request_bytes:
+            return self
+        limit = max(self._limit_bytes // copies, BLOCK_BYTES)
+        block = self.block_bytes if self.block_bytes != _BLOCK_BYTES else request_bytes
+        block = max(min(block, limit) // BLOCK_BYTES, 1) * BLOCK_BYTES
+        threads = self.threads if self.threads != _THREADS else requests
+        return replace(self, threads=max(1, min(threads, limit // block)), block_bytes=block)
 
 
 def limited_transfer(transfer: Transfer | None, host_memory_bytes: int = HOST_MEMORY_BYTES) -> Transfer:

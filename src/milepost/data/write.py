@@ -1,5 +1,7 @@
 """Writing: one rank's plan becomes one shard file, in one pass, checksummed on the way.
 
+A store with parts (an object store) gets the file as several objects, each by one request; see `_write_parts`.
+
 The file is cut into blocks of equal size. Each worker takes the next block, gathers its bytes (in its own aligned
 memory where the store wants that, else by reference), computes the checksums while the bytes are in the processor's
 cache, and writes them. So copying, checksumming and writing of different blocks overlap, and memory is bounded by the
@@ -11,7 +13,7 @@ import ctypes
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -21,13 +23,14 @@ import torch
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
-from milepost.core.shardfile import Header, NewEntry, make_header, seal_of, sums_of
+from milepost.core.shardfile import FilePart, FileParts, Header, NewEntry, make_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.errors import AlreadyExists, InvalidState
 from milepost.store import Store, Writer
+from milepost.store.base import Buffer
 
 W = TypeVar("W", bound=Writer)
 _BY_REFERENCE = 64 * KIB
@@ -87,19 +90,82 @@ def write_shard(
     except ValueError as error:
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
+    name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits)
     source = _EntryBytes(entries, header, transfer.block_bytes)
-    name = shard_name(save_id, rank)
+    part_bytes = 0
+    if store.traits.part_bytes:
+        part_bytes = transfer.block_bytes if header.data_bytes > transfer.block_bytes else 0
+        parts = FileParts(name, header.header_bytes, header.data_bytes, header.size_bytes, part_bytes)
+        table = _write_parts(store, parts, head, source, transfer, meter, released)
+    else:
+        table = _write_file(store, name, head, source, transfer, meter, released)
+    seal = seal_of(head, table)
+    return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal, part_bytes), header.data_bytes)
+
+
+def _write_file(
+    store: Store,
+    name: str,
+    head: bytes,
+    source: "_EntryBytes",
+    transfer: Transfer,
+    meter: Meter,
+    released: Callable[[], None],
+) -> bytes:
+    """Write the file in place, as one object, and give the table of its checksums."""
+    header = source.header
     try:
         with committed(_start(store, name, header.size_bytes, transfer.direct)) as writer:
+
+            def put(start: int, views: list[memoryview], _: bytes) -> None:
+                writer.write(header.header_bytes + start, views)
+
             writer.write(0, [head])
-            table = _write_blocks(writer, source, transfer, meter, released)
+            threads = transfer.threads_to_write(header.data_bytes, source.pieces, cached=not writer.aligned)
+            blocks = _Blocks(source, transfer.block_bytes, lambda: not writer.aligned)
+            table = blocks.write(put, threads, meter, released)
             writer.write(header.header_bytes + header.data_bytes, [table])
     except AlreadyExists:
         # Nobody else writes this name: the reply to this very commit was lost.
         if not _is_there(store, name, header.size_bytes):
             raise
-    seal = seal_of(head, table)
-    return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal), header.data_bytes)
+    return table
+
+
+def _write_parts(
+    store: Store,
+    parts: FileParts,
+    head: bytes,
+    source: "_EntryBytes",
+    transfer: Transfer,
+    meter: Meter,
+    released: Callable[[], None],
+) -> bytes:
+    """Create the parts of the file, several at once, and give the table of its checksums.
+
+    A part is made of views of the tensors themselves, where they lie in one run of memory: nothing is copied.
+    """
+
+    def put(start: int, views: list[memoryview], sums: bytes) -> None:
+        part = parts[start // transfer.block_bytes]
+        before = [head] if start == 0 else []
+        after = [sums] if len(parts) == 1 else []  # then this part is all data, so its sums are the table
+        _create(store, part, [*before, *views, *after])
+
+    threads = transfer.threads_for(source.header.data_bytes, 1, transfer.block_bytes)
+    table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released)
+    if len(parts) > 1:
+        _create(store, parts[len(parts) - 1], [table])
+    return table
+
+
+def _create(store: Store, part: FilePart, data: Sequence[Buffer]) -> None:
+    """Create one object. One of this name and size can only be our own, by a request whose reply was lost."""
+    try:
+        store.create(part.name, *data)
+    except AlreadyExists:
+        if not _is_there(store, part.name, part.size_bytes):
+            raise
 
 
 def _start(store: Store, name: str, size_bytes: int, direct: bool) -> Writer:
@@ -119,42 +185,55 @@ def _is_there(store: Store, name: str, size_bytes: int) -> bool:
         return False
 
 
-def _write_blocks(
-    writer: Writer, source: "_EntryBytes", transfer: Transfer, meter: Meter, released: Callable[[], None]
-) -> bytes:
-    """Write the data and give the table of its checksums."""
-    total, size = source.header.data_bytes, transfer.block_bytes
-    starts, live = source.starts_of_blocks()
-    release = _Countdown(live, released)
-    sums = np.zeros(-(-total // BLOCK_BYTES), dtype="<u8")
-    free: deque[Block] = deque()
+class _Blocks:
+    """The data of a file in blocks. Workers gather them, compute their checksums and put them where they belong."""
 
-    def gather(start: int) -> _Gathered:
-        block = free.pop()  # each worker adds one, and returns it before it takes the next job
-        stop = min(start + size, total)
-        return _Gathered(start, stop, source.bytes_in(start, stop, block, by_reference=not writer.aligned), block)
+    def __init__(self, source: "_EntryBytes", size: int, by_reference: Callable[[], bool]) -> None:
+        self._source, self._size, self._by_reference = source, size, by_reference
+        self._total = source.header.data_bytes
+        self._sums = np.zeros(-(-self._total // BLOCK_BYTES), dtype="<u8")
+        self._free: deque[Block] = deque()
 
-    def make_worker() -> Callable[["int | _Gathered"], None]:
-        free.append(Block(min(size, total), source.pinned))
+    def write(
+        self,
+        put: Callable[[int, list[memoryview], bytes], None],
+        threads: int,
+        meter: Meter,
+        released: Callable[[], None],
+    ) -> bytes:
+        """Put all blocks, each with its start, its bytes and its checksums, and give the table of all checksums."""
+        starts, live = self._source.starts_of_blocks()
+        release = _Countdown(live, released)
 
-        def write(job: "int | _Gathered") -> None:
-            job = job if isinstance(job, _Gathered) else gather(job)
-            found = sums_of(job.views, BLOCK_BYTES)
-            first = job.start // BLOCK_BYTES
-            sums[first : first + len(found)] = found
-            writer.write(source.header.header_bytes + job.start, job.views)
-            meter.add(job.stop - job.start)
-            free.append(job.block)
-            release.count(job.start)
+        def make_worker() -> Callable[["int | _Gathered"], None]:
+            self._free.append(Block(min(self._size, self._total), self._source.pinned))
 
-        return write
+            def write(job: "int | _Gathered") -> None:
+                job = job if isinstance(job, _Gathered) else self._gather(job)
+                put(job.start, job.views, self._sum(job))
+                meter.add(job.stop - job.start)
+                self._free.append(job.block)
+                release.count(job.start)
 
-    threads = transfer.threads_to_write(total, source.pieces, cached=not writer.aligned)
-    # A planner makes late tensors, and may use the same memory for each. So they are copied one after the other, in
-    # order (jobs are taken one at a time); only checksums and writes run side by side.
-    jobs: Iterator[int | _Gathered] = map(gather, starts) if source.late else iter(starts)
-    run_all(jobs, make_worker, threads, meter)
-    return sums.tobytes()
+            return write
+
+        # A planner makes late tensors, and may use the same memory for each. So they are copied one after the other, in
+        # order (jobs are taken one at a time); only checksums and writes run side by side.
+        jobs: Iterator[int | _Gathered] = map(self._gather, starts) if self._source.late else iter(starts)
+        run_all(jobs, make_worker, threads, meter)
+        return self._sums.tobytes()
+
+    def _gather(self, start: int) -> "_Gathered":
+        block = self._free.pop()  # each worker adds one, and returns it before it takes the next job
+        stop = min(start + self._size, self._total)
+        views = self._source.bytes_in(start, stop, block, by_reference=self._by_reference())
+        return _Gathered(start, stop, views, block)
+
+    def _sum(self, job: "_Gathered") -> bytes:
+        found = sums_of(job.views, BLOCK_BYTES)
+        first = job.start // BLOCK_BYTES
+        self._sums[first : first + len(found)] = found
+        return self._sums[first : first + len(found)].tobytes()
 
 
 class _Countdown:

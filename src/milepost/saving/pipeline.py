@@ -76,6 +76,7 @@ class _Result(msgspec.Struct, frozen=True, array_like=True):
     checksum: bytes = b""
     data_bytes: int = 0
     values: bytes = b""
+    part_bytes: int = 0
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -150,13 +151,14 @@ class _Save:
             answer = self._write(attempt, described, self._agree(described), final=True)
         if answer.replan:
             attempt.discard()
+            attempt = attempt.again()
             answer = self._write(attempt, described, self._agree(described), final=True)
         described.get().released()
         self.meter.finish()
         if comm.rank == comm.coordinator and self.warnings:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=5)
-        return Receipt(self.store.url, start.aim.generation, start.aim.save_id, comm.size, answer.data_bytes)
+        return Receipt(self.store.url, *attempt.aim, comm.size, answer.data_bytes)
 
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
@@ -236,6 +238,7 @@ class _Save:
             bytes.fromhex(file.checksum) if file else b"",
             written.data_bytes,
             _VALUES.pack(described.table.values) if speaks else b"",
+            file.part_bytes if file else 0,
         )
 
     def _tell_differences(self, described: Described, check: ReplicaCheck, answer: _Answer) -> None:
@@ -288,7 +291,7 @@ class _Commit:
     def _publish(self, everything: Overview, metadata: Any) -> _Answer:
         self._meter.check()
         files = tuple(
-            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex())
+            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex(), r.part_bytes)
             for rank, r in enumerate(self._results)
             if r.size_bytes
         )

@@ -11,14 +11,16 @@ from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
 class MemoryStore:
     """Bytes by name in a dict. An object appears whole when it is committed.
 
+    `traits`: play another kind of store, such as an object store that keeps long files in parts.
+
     >>> store = milepost.store.MemoryStore()
     >>> _ = milepost.save({"step": 1}, store)
     >>> list(store.list("manifest-"))
     ['manifest-00000001.json']
     """
 
-    def __init__(self, url: str = "memory://") -> None:
-        self._url = url
+    def __init__(self, url: str = "memory://", *, traits: Traits = FILES) -> None:
+        self._url, self._traits = url, traits
         self._lock = threading.Lock()
         self.objects: dict[str, bytes] = {}
 
@@ -33,8 +35,8 @@ class MemoryStore:
 
     @property
     def traits(self) -> Traits:
-        """Those of a file system."""
-        return FILES
+        """Those that it was made with: by default those of a file system."""
+        return self._traits
 
     def create(self, name: str, *data: Buffer) -> None:
         """Write an object, whole or not at all. Raises AlreadyExists if the name is taken."""

@@ -15,7 +15,7 @@ from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB, PAGE_BYTES
 from milepost.core.manifest import Manifest
-from milepost.core.shardfile import Entry, Header
+from milepost.core.shardfile import Entry, FileParts, Header
 from milepost.data.read import Damage, Files, VerifiedFile, read_bytes
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.transforms import restored
@@ -56,6 +56,7 @@ class ForeignFile(VerifiedFile):
         self.reader = self._raw if self._in_place else _Warm(self._raw)
         data_bytes = self._raw.size_bytes if self._in_place else end
         self.header = Header({}, {}, 0, data_bytes, 0)
+        self.parts, self.traits = FileParts(name, 0, data_bytes, data_bytes), store.traits
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless the file holds it whole."""

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -17,6 +17,7 @@ from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Transfer
 from milepost.errors import CheckpointError, StorageError
 from milepost.state.tensors import new_tensor
+from milepost.store import Traits
 
 
 @contextlib.contextmanager
@@ -41,6 +42,16 @@ class _OneAtATime(Files):
     def url(self) -> str:
         """Where the checkpoint is, for messages."""
         return self._files.url
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the store that holds the files."""
+        return self._files.traits
+
+    def open_ahead(self, ranks: Iterable[int]) -> None:
+        """Open the files of these ranks."""
+        with self._asking:
+            self._files.open_ahead(ranks)
 
     def of(self, rank: int) -> VerifiedFile:
         """The file that `rank` wrote."""
