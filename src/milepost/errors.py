@@ -12,6 +12,7 @@
     +-- StorageError (OSError)          the disk or object store said no
     |   +-- AlreadyExists               create-if-absent found something there
     |   +-- NotDurable                  a commit could not be synced, and was taken back
+    |   +-- NoReply                     nobody knows whether an object was written, or still will be
     +-- SaveConflict                    another job committed first
     +-- RanksMissing (TimeoutError)     ranks did not arrive before the deadline
     +-- SaveInFlight                    an earlier save in the background has not ended
@@ -93,6 +94,10 @@ class NotDurable(StorageError):
     """A commit could not be made durable, and was taken back. Its data stays: a power cut may bring the commit back."""
 
 
+class NoReply(StorageError):
+    """A request to write an object was not answered. It may have taken effect, and it still may."""
+
+
 class SaveConflict(CheckpointError):
     """Another job committed to the same place first; nothing of this save remains."""
 
@@ -144,6 +149,7 @@ ERRORS: dict[str, type[CheckpointError]] = {
         StorageError,
         AlreadyExists,
         NotDurable,
+        NoReply,
         SaveConflict,
         RanksMissing,
         SaveInFlight,

@@ -12,11 +12,15 @@ import pytest
 import milepost
 from faults.netfs import NetworkFiles, why_not
 from milepost.dcp._engine.fsspec_store import FsspecStore
-from milepost.store import LocalStore, MemoryStore, Within, store_at
+from milepost.store import CloudStore, LocalStore, MemoryStore, Within, store_at
 from milepost.store.base import CLAIM
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 from tests.dcp.file_systems import Moving
+
+
+CLOUDS = {"s3": "seaweed"}
+"""The fixture with the server of each object store."""
 
 
 @pytest.fixture(
@@ -32,9 +36,14 @@ from tests.dcp.file_systems import Moving
         "unsynced",
         "network",
         "network without links",
+        "s3",
     ]
 )
 def store(request, tmp_path, monkeypatch):
+    if request.param in CLOUDS:
+        with request.getfixturevalue(CLOUDS[request.param]).place() as url:
+            yield CloudStore(url)
+        return
     if request.param == "no links":
         monkeypatch.setattr(os, "link", no_links)
     if request.param.startswith("network"):

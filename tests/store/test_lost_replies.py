@@ -9,7 +9,7 @@ import torch
 import milepost
 from milepost.commit import find
 from milepost.errors import AlreadyExists, StorageError
-from milepost.store import LocalStore, MemoryStore, Within, linux
+from milepost.store import CloudStore, LocalStore, MemoryStore, Within, linux
 from milepost.store.base import CLAIM, Traits, check_name, top_names
 from milepost.store.memory import MemoryReader
 from milepost.testing import ReplyLosingStore, UnsyncedStore
@@ -75,17 +75,22 @@ def no_links(*_args, **_options):
     raise PermissionError(errno.EPERM, "Operation not permitted")
 
 
-STORES = ["local", "local without links", "memory", "within", "unsynced", "users own"]
+STORES = ["local", "local without links", "memory", "within", "unsynced", "users own", "s3"]
 
 
 @pytest.fixture(params=STORES)
 def store(request, tmp_path, monkeypatch):
+    if request.param == "s3":
+        with request.getfixturevalue("seaweed").place() as url:
+            yield CloudStore(url)
+        return
     if request.param == "local without links":
         monkeypatch.setattr(os, "link", no_links)
     if request.param.startswith("local"):
-        return LocalStore(tmp_path / "folder")
+        yield LocalStore(tmp_path / "folder")
+        return
     made = {"memory": MemoryStore, "unsynced": UnsyncedStore, "users own": UsersOwnStore}
-    return made[request.param]() if request.param in made else Within(LocalStore(tmp_path / "outer"), "step/a")
+    yield made[request.param]() if request.param in made else Within(LocalStore(tmp_path / "outer"), "step/a")
 
 
 def state(number):

@@ -1,6 +1,7 @@
-"""Stores: bytes by name. `Store` is the port; local folders and memory are behind it."""
+"""Stores: bytes by name. `Store` is the port; local folders, memory and object stores are behind it."""
 
 from milepost.store.base import Reader, Store, Traits, Writer
+from milepost.store.cloud import CloudOptions, CloudStore
 from milepost.store.generation import AtGeneration
 from milepost.store.local import LocalStore
 from milepost.store.location import Location, store_at
@@ -9,6 +10,8 @@ from milepost.store.prefixed import Within
 
 __all__ = [
     "AtGeneration",
+    "CloudOptions",
+    "CloudStore",
     "LocalStore",
     "Location",
     "MemoryStore",

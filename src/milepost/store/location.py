@@ -1,4 +1,4 @@
-"""From what the user writes to a store: a path, a `file://` or `memory://` URL, or a store itself.
+"""From what the user writes to a store: a path, the URL of a file, memory or object store, or a store itself.
 
 A path is a `str`, `bytes`, or an object with `__fspath__`. `~` and `~name` at its start are home folders, as in a
 shell. A relative path starts at the working folder of the process. In a URL, `~` is a character like any other.
@@ -9,6 +9,8 @@ from urllib.parse import unquote
 
 from milepost.errors import InvalidRequest
 from milepost.store.base import Store
+from milepost.store.cloud.store import CloudStore
+from milepost.store.cloud.url import PROVIDERS
 from milepost.store.local import LocalStore
 from milepost.store.memory import MemoryStore
 
@@ -39,6 +41,8 @@ def store_at(path: Location) -> Store:
         return _in_folder(path)
     if scheme == "memory":
         return _MEMORY.setdefault(rest.strip("/"), MemoryStore(path.rstrip("/")))
+    if scheme in PROVIDERS:
+        return CloudStore(path)
     if scheme == "file":
         # All of it is the path, `?` and `#` too: two places must not become one.
         host, slash, inside = rest.partition("/")

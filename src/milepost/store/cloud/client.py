@@ -1,0 +1,178 @@
+"""obstore's clients, made when they are needed. Each has one time limit, so there is one for each size of request.
+
+obstore repeats nothing here: `retry` decides. obstore runs its requests on threads that a fork does not copy, so a
+process that was forked after the first request cannot make any.
+"""
+
+import math
+import os
+import threading
+from collections.abc import Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from milepost.errors import InvalidRequest, StorageError
+from milepost.store.cloud.credentials import (
+    Config,
+    CredentialSource,
+    azure_credentials,
+    google_credentials,
+    s3_credentials,
+)
+from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.url import Bucket
+
+SLOWEST_BYTES_S = 1 << 20
+"""A request that moves data gets at least the time that this speed needs."""
+CONNECT_S = 5.0
+
+# The process in which obstore's threads run, once they do.
+_threads_of: list[int] = []
+
+
+class Clients:
+    """obstore's stores for one bucket, by time limit. Safe to use from several threads."""
+
+    def __init__(self, place: Bucket, options: CloudOptions) -> None:
+        self._place, self._options = place, options
+        self._lock = threading.Lock()
+        self._made: dict[tuple[int, bool], Any] = {}
+        self.source: CredentialSource | None = None
+
+    def get(self, size_bytes: int = 0, *, timeouts: int = 0, bulk: bool = True) -> Any:
+        """A client for requests that move this many bytes. After timeouts of the same request it waits longer.
+
+        `bulk=False`: it deletes one by one. Raises InvalidRequest if obstore is missing or refuses a setting,
+        StorageError in a process that was forked after the first request.
+        """
+        _check_process(self._place.url)
+        key = (doublings(self._options.timeout_s, size_bytes, timeouts), bulk)
+        with self._lock:
+            if key not in self._made:
+                self._made[key] = self._make(self._options.timeout_s * 2 ** key[0], bulk=bulk)
+            return self._made[key]
+
+    def forget(self) -> None:
+        """Make new clients from now on, with credentials that are fetched anew."""
+        with self._lock:
+            self._made.clear()
+
+    def _make(self, timeout_s: float, *, bulk: bool) -> Any:
+        stores = _obstore()
+        build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[self._place.provider]
+        config, provider = build(self._place, self._options, os.environ)
+        self.source = provider if isinstance(provider, CredentialSource) else None
+        if self._place.provider == "s3" and not bulk:
+            config["disable_bulk_delete"] = True
+        kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self._place.provider]
+        try:
+            return kind(
+                self._place.bucket,
+                config=config,
+                client_options=_client_settings(self._options, _endpoint_of(config), timeout_s),
+                retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
+                credential_provider=provider,
+            )
+        except Exception as error:  # noqa: BLE001  # obstore raises classes of its own, and ValueError
+            problem = _settings_problem(self._place.url, error, [*self._options.secrets(), *map(str, config.values())])
+        raise problem
+
+
+def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
+    """How often to double the time limit of a small request for one that moves this much, and timed out so often."""
+    needed = timeout_s + size_bytes / SLOWEST_BYTES_S
+    return math.ceil(math.log2(needed / timeout_s)) + (min(timeouts, 3) if size_bytes else 0)
+
+
+def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
+    words = str(error).partition("\n\nDebug source")[0]
+    for secret in secrets:
+        words = words.replace(secret, "...") if len(secret) > 3 else words
+    return InvalidRequest(f"{url}: the settings of the object store are wrong: {' '.join(words.split())[:300]}")
+
+
+def _obstore() -> Any:
+    try:
+        import obstore.store as stores  # noqa: PLC0415  # optional, and slow to import
+    except ImportError:
+        raise InvalidRequest('object stores need obstore: pip install "milepost[cloud]"') from None
+    return stores
+
+
+def _check_process(url: str) -> None:
+    if not _threads_of:
+        _threads_of.append(os.getpid())
+    elif _threads_of[0] != os.getpid():
+        raise StorageError(
+            f"{url}: this process was forked from one that had used an object store, and cannot use one itself. "
+            'Start it by "spawn" or "forkserver" (multiprocessing), or fork before the first use'
+        )
+
+
+def _endpoint_of(config: Config) -> str:
+    return str(config.get("endpoint") or config.get("base_url") or "https://")
+
+
+def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> Config:
+    found: Config = {
+        "timeout": timedelta(seconds=timeout_s),
+        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
+        "allow_http": endpoint.startswith("http://"),
+        "user_agent": "milepost",
+    }
+    if options.proxy is not None:
+        found["proxy_url"] = options.proxy
+    if options.ca_file is not None:
+        try:
+            found["root_certificate"] = Path(options.ca_file).read_bytes()
+        except OSError as error:
+            raise InvalidRequest(f"ca_file {os.fspath(options.ca_file)!r} cannot be read: {error.strerror}") from None
+    return found
+
+
+def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
+    config, provider = s3_credentials(options, env)
+    region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
+    config["region"] = region or "us-east-1"
+    endpoint = options.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
+    if endpoint:
+        endpoint = endpoint.rstrip("/")
+        if not path_style:
+            parts = urlsplit(endpoint)
+            endpoint = f"{parts.scheme}://{place.bucket}.{parts.netloc}{parts.path}"
+        config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
+    config["virtual_hosted_style_request"] = not path_style
+    if options.unsigned:
+        config["unsigned_payload"] = True
+    if options.kms_key is not None:
+        config |= {"server_side_encryption": "aws:kms", "sse_kms_key_id": options.kms_key}
+    return config, provider
+
+
+def _google_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
+    del place
+    config, provider = google_credentials(options)
+    endpoint = options.endpoint or env.get("STORAGE_EMULATOR_HOST")
+    if endpoint:
+        config["base_url"] = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+    return config, provider
+
+
+def _azure_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
+    config, provider = azure_credentials(options, env)
+    named = options.account or place.account
+    account = named or config.get("account_name") or env.get("AZURE_STORAGE_ACCOUNT_NAME")
+    account = account or env.get("AZURE_STORAGE_ACCOUNT")
+    if not account:
+        raise InvalidRequest(
+            f"{place.url}: whose storage account? Pass CloudOptions(account=...) or ?account=..., set "
+            "AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/path"
+        )
+    config["account_name"] = account
+    endpoint = options.endpoint or env.get("AZURE_STORAGE_ENDPOINT") or env.get("AZURE_ENDPOINT")
+    if endpoint:
+        config["endpoint"] = endpoint.rstrip("/")
+    return config, provider

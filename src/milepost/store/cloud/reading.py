@@ -1,0 +1,134 @@
+"""Reading objects by ranges. Every reply says how long the whole object is, and that is compared."""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from milepost.errors import CheckpointDamaged, StorageError
+from milepost.store.cloud.replies import Refusal, Why
+from milepost.store.cloud.requests import Asker, BadReply
+
+FIRST_BYTES = 256 << 10
+"""What the request that opens an object brings of it: all of most manifests."""
+RANGE_BYTES = 8 << 20
+"""A longer read is cut into several requests."""
+AT_ONCE = 8
+"""How many requests of one long read are under way at once."""
+CHUNK_BYTES = 512 << 10
+"""What is taken of a reply at a time: obstore copies each chunk, and a small copy stays in the processor's cache."""
+
+
+class CloudReader:
+    """Reads one object. `first` is its beginning, if that came with opening it."""
+
+    def __init__(self, asker: Asker, name: str, size_bytes: int, first: bytes = b"") -> None:
+        self._asker, self._name, self._size_bytes, self._first = asker, name, size_bytes, first
+        self._url = f"{asker.place.url}/{name}"
+
+    @property
+    def size_bytes(self) -> int:
+        """The size of the object."""
+        return self._size_bytes
+
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """Fill all of `views`, one after the other, from `offset`. A long range is read by several requests at once."""
+        targets = [view.cast("B") for view in views if view.nbytes]
+        end = offset + sum(map(len, targets))
+        if end > self._size_bytes:
+            raise StorageError(f"{self._url} ends before byte {end}: it has {self._size_bytes} bytes")
+        if end <= len(self._first):
+            fill(targets, 0, memoryview(self._first)[offset:end])
+        elif end - offset <= 2 * RANGE_BYTES:
+            self._read_range(offset, targets)
+        else:
+            pieces = list(cut(targets, offset, RANGE_BYTES))
+            with ThreadPoolExecutor(AT_ONCE) as pool:
+                list(pool.map(lambda piece: self._read_range(*piece), pieces))
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """No: there is only one way to read."""
+        del offset, length
+        return False
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Like `read`."""
+        self.read(offset, [block])
+
+    def close(self) -> None:
+        """Nothing to close."""
+        self._first = b""
+
+    def _read_range(self, offset: int, targets: Sequence[memoryview]) -> None:
+        key = self._asker.place.key(self._name)
+        length = sum(map(len, targets))
+
+        def get(client: Any) -> int:
+            if not length:
+                return int(client.head(key)["size"])
+            reply = client.get(key, options={"range": (offset, offset + length)})
+            if reply.meta["size"] == self._size_bytes:
+                receive(reply, targets, length)
+            return int(reply.meta["size"])
+
+        found = self._asker.ask_or({Why.SHORT}, "get", self._name, get, size_bytes=length)
+        if isinstance(found, Refusal):
+            found = int(self._asker.ask("get", self._name, lambda client: client.head(key)["size"]))
+        if found != self._size_bytes:
+            raise CheckpointDamaged(f"{self._url} has {found} bytes and should have {self._size_bytes}")
+
+
+def open_object(asker: Asker, name: str) -> CloudReader:
+    """A reader of an object that was looked at. Raises FileNotFoundError if there is none."""
+    key = asker.place.key(name)
+
+    def get(client: Any) -> tuple[int, bytes]:
+        reply = client.get(key, options={"range": (0, FIRST_BYTES)})
+        size = int(reply.meta["size"])
+        first = bytearray(min(size, FIRST_BYTES))
+        receive(reply, [memoryview(first)], len(first))
+        return size, bytes(first)
+
+    found = asker.ask_or({Why.SHORT}, "get", name, get)
+    size, first = (0, b"") if isinstance(found, Refusal) else found  # no range of an empty object can be had
+    return CloudReader(asker, name, size, first)
+
+
+def receive(reply: Any, targets: Sequence[memoryview], length: int) -> None:
+    """Fill the targets with the body of a reply. Raises BadReply if its length is another."""
+    done = 0
+    for chunk in reply.stream(min_chunk_size=CHUNK_BYTES):
+        if done + len(chunk) > length:
+            raise BadReply(f"the reply is longer than the {length} bytes that were asked for")
+        fill(targets, done, memoryview(chunk))
+        done += len(chunk)
+    if done < length:
+        raise BadReply(f"the reply ended after {done} of {length} bytes")
+
+
+def fill(targets: Sequence[memoryview], start: int, data: memoryview) -> None:
+    """Copy `data` into the targets, one after the other, from byte `start` of them all."""
+    for target in targets:
+        if start >= len(target):
+            start -= len(target)
+            continue
+        part = data[: len(target) - start]
+        target[start : start + len(part)] = part
+        data, start = data[len(part) :], 0
+        if not len(data):
+            return
+
+
+def cut(targets: Sequence[memoryview], offset: int, size_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:
+    """The targets in pieces of this size: where each begins in the object, and its views."""
+    piece: list[memoryview] = []
+    room = size_bytes
+    for target in targets:
+        while len(target):
+            part, target = target[:room], target[room:]  # noqa: PLW2901
+            piece.append(part)
+            room -= len(part)
+            if not room:
+                yield offset, piece
+                offset, piece, room = offset + size_bytes, [], size_bytes
+    if piece:
+        yield offset, piece

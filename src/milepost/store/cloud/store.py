@@ -1,0 +1,204 @@
+"""Checkpoints in Amazon S3, Google Cloud Storage, Azure Blob Storage, and services that speak their languages.
+
+An object is written by one request that succeeds only if its name is free. So it is whole or absent, and a name has one
+content for ever. Nothing is renamed, appended or uploaded in several parts.
+"""
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+from milepost.errors import AlreadyExists, InvalidRequest, StorageError
+from milepost.store.base import Buffer, Traits, check_name
+from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.reading import RANGE_BYTES, CloudReader, open_object
+from milepost.store.cloud.replies import Refusal, Why
+from milepost.store.cloud.requests import Asker
+from milepost.store.cloud.url import Bucket, parse_url
+
+PART_BYTES = 64 << 20
+LARGEST_BYTES = 5000 << 20
+"""The largest object that every service takes in one request."""
+PAGE = 1000
+"""How many names to take of a listing at a time."""
+BATCH = {"s3": 1000, "az": 256, "gs": 100}
+"""How many objects one call deletes."""
+
+
+class CloudStore:
+    """Bytes by name in an object store. No secret is in its `url`, its repr, or an error.
+
+    `url`: `s3://bucket/path`, or with `gs://` or `az://`; its query may set what is not secret, as in
+    `s3://bucket/path?region=eu-west-1`. Nothing is asked before the first use. It can be pickled, with its options.
+
+    >>> milepost.store.CloudStore("s3://bucket/runs/a?region=eu-west-1").url
+    's3://bucket/runs/a'
+    """
+
+    def __init__(self, url: str, options: CloudOptions | None = None) -> None:
+        if not isinstance(url, str):
+            raise InvalidRequest(f"the URL of an object store is a string, not {type(url).__name__}")
+        if options is not None and not isinstance(options, CloudOptions):
+            raise InvalidRequest(f"options are CloudOptions, not {type(options).__name__}")
+        place = parse_url(url)
+        self.options = replace(options or CloudOptions(), **place.settings)  # type: ignore[arg-type]
+        self._place: Bucket = place
+        self._asker = Asker(place, self.options)
+
+    def __repr__(self) -> str:
+        return f"CloudStore({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return CloudStore, (self.url, self.options)
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages: without the settings of the query."""
+        return self._place.url
+
+    @property
+    def traits(self) -> Traits:
+        """Objects of 64 MiB, ranges of 8 MiB, listings that are current."""
+        return Traits(PART_BYTES, RANGE_BYTES, self.options.requests, is_current=True)
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Write an object by one request. Raises AlreadyExists if the name is taken, maybe by an attempt of this call.
+
+        Raises NoReply if nobody knows whether the object was written, or still will be: no attempt was answered.
+        """
+        check_name(name)
+        views = [view for view in (memoryview(one).cast("B") for one in data) if len(view)]
+        size_bytes = sum(map(len, views))
+        if size_bytes > LARGEST_BYTES:
+            raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
+        key = self._place.key(name)
+
+        def put(client: Any) -> None:
+            # An iterator: its views are sent from where they are. A plain buffer would be copied.
+            client.put(key, iter(views), mode="create", use_multipart=False)
+
+        self._asker.ask("put", name, put, size_bytes=size_bytes)
+
+    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "CloudWriter":
+        """Start a new object of this size, which is kept in memory until `commit` writes it by one request."""
+        del direct
+        check_name(name)
+        if size_bytes > LARGEST_BYTES:
+            raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
+        try:
+            self.reader(name)
+        except FileNotFoundError:
+            return CloudWriter(self, name, size_bytes)
+        raise AlreadyExists(f"{self.url}/{name} exists already")
+
+    def reader(self, name: str, *, size_bytes: int | None = None) -> CloudReader:
+        """Open an object: with `size_bytes` by no request, else by one that brings its beginning.
+
+        Raises FileNotFoundError if there is none; with `size_bytes` the first read does, and it raises
+        CheckpointDamaged if the size is another.
+        """
+        check_name(name)
+        if size_bytes is None:
+            return open_object(self._asker, name)
+        return CloudReader(self._asker, name, size_bytes)
+
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
+        """The names that start with `prefix`; `shallow`: up to the next `/`, by one request for 1,000 of them."""
+        folder, _, start = prefix.rpartition("/")
+        if not start and not shallow:
+            yield from self._below(folder)
+            return
+        # The service would find `data-2/...` below `data` too, and all that lies under it; ours stops at a `/`.
+        for name in self._top(folder):
+            if not name.startswith(prefix):
+                continue
+            if shallow or not name.endswith("/"):
+                yield name
+            else:
+                yield from self._below(name.removesuffix("/"))
+
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Remove these objects, if they are there, many by one request."""
+        del durable  # what the service has said is done stays done
+        for name in names:
+            check_name(name)
+        errors: list[Exception] = []
+        size = BATCH[self._place.provider]
+        for at in range(0, len(names), size):
+            errors += self._delete_batch(names[at : at + size])
+        if errors:
+            raise errors[0]
+
+    def _top(self, folder: str) -> Sequence[str]:
+        """The names in a folder, and the folders in it, which end in `/`."""
+        where = self._place.key(folder).removesuffix("/") or None
+        found = self._asker.ask("list", folder, lambda client: client.list_with_delimiter(where))
+        start = len(self._place.key(""))
+        names = [str(one["path"])[start:] for one in found["objects"]]
+        return names + [str(one).removesuffix("/")[start:] + "/" for one in found["common_prefixes"]]
+
+    def _below(self, folder: str) -> Iterator[str]:
+        """All names below a folder. A page that fails is asked for again, and not those before it."""
+        where = self._place.key(folder).removesuffix("/") or None
+        start = len(self._place.key(""))
+        last: str | None = None
+        pages: Iterator[Any] | None = None
+
+        def next_page(client: Any) -> Any:
+            nonlocal pages
+            if pages is None:
+                pages = iter(client.list(where, offset=last, chunk_size=PAGE))
+            try:
+                return next(pages, None)
+            except Exception:
+                pages = None  # it cannot go on
+                raise
+
+        while page := self._asker.ask("list", folder, next_page):
+            last = page[-1]["path"]
+            yield from (str(one["path"])[start:] for one in page)
+
+    def _delete_batch(self, names: Sequence[str]) -> Sequence[Exception]:
+        """Delete these by one request; one by one if that does not work. What could not be deleted: why."""
+        keys = [self._place.key(name) for name in names]
+        odd = {Why.ABSENT, Why.DENIED, Why.REFUSED}
+        found = self._asker.ask_or(odd, "delete", names[0], lambda client: client.delete(keys))
+        if not isinstance(found, Refusal):
+            return ()
+        with ThreadPoolExecutor(min(self.options.requests, len(names))) as pool:
+            return [error for error in pool.map(self._delete_one, names) if error is not None]
+
+    def _delete_one(self, name: str) -> Exception | None:
+        key = self._place.key(name)
+        try:
+            self._asker.ask_or({Why.ABSENT}, "delete", name, lambda client: client.delete(key), bulk=False)
+        except StorageError as error:
+            return error
+        return None
+
+
+class CloudWriter:
+    """Collects an object in memory; `commit` writes it by one request."""
+
+    aligned = False
+
+    def __init__(self, store: CloudStore, name: str, size_bytes: int) -> None:
+        self._store, self._name, self._data = store, name, bytearray(size_bytes)
+
+    def write(self, offset: int, views: Sequence[Buffer]) -> None:
+        """Write all of `views`, one after the other, at `offset`."""
+        for view in views:
+            data = memoryview(view).cast("B")
+            if offset + len(data) > len(self._data):
+                raise StorageError(f"{self._store.url}/{self._name} was begun with {len(self._data)} bytes")
+            self._data[offset : offset + len(data)] = data
+            offset += len(data)
+
+    def commit(self) -> None:
+        """Write the object. Raises AlreadyExists if the name is taken, maybe by an attempt of this call."""
+        self._store.create(self._name, self._data)
+
+    def abort(self) -> None:
+        """Forget the object."""
+        self._data = bytearray()
