@@ -7,7 +7,7 @@ import importlib
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -15,16 +15,14 @@ import boto3
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import State
-
-from faults.servers.setting import set_environment
+from object_show import CONNECTOR, MILEPOST, PART_BYTES, RAW, S3FS
 
 import milepost
+from faults.servers.setting import set_environment
 
-RAW, MILEPOST, S3FS, CONNECTOR = "raw", "Milepost", "DCP + s3fs", "DCP + s3torchconnector"
 RAW_THREADS = (2, 8)
 """Raw runs with each of these numbers of threads in each rank. The fastest counts."""
 
-PART_BYTES = 64 << 20
 RANGE_BYTES = 8 << 20
 
 
@@ -52,6 +50,10 @@ class Site:
         """With the endpoint, as Milepost takes it."""
         query = {"endpoint": self.endpoint, "region": self.region, "path_style": "true"}
         return f"{self.url}?{urllib.parse.urlencode(query, safe=':/')}"
+
+    def within(self, name: str) -> "Site":
+        """The place of this name below this one."""
+        return replace(self, prefix=f"{self.prefix}/{name}")
 
     def client(self) -> Any:
         """Boto3's client: for what is not measured."""
@@ -81,7 +83,9 @@ class ObjectContender:
 
 def object_contenders() -> dict[str, ObjectContender]:
     """All of them by name; raw once for each number of threads."""
-    raws = {raw_name(n): ObjectContender(partial(raw_save, threads=n), partial(raw_load, threads=n)) for n in RAW_THREADS}
+    raws = {
+        raw_name(n): ObjectContender(partial(raw_save, threads=n), partial(raw_load, threads=n)) for n in RAW_THREADS
+    }
     return raws | {
         MILEPOST: ObjectContender(milepost_save, milepost_load),
         S3FS: ObjectContender(s3fs_save, s3fs_load, ("s3fs",)),
@@ -132,9 +136,9 @@ def raw_store(site: Site) -> Any:
 
 
 def _objects(state: State, site: Site) -> Iterator[tuple[str, int, int]]:
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for number, start in enumerate(range(0, len(state.memory), PART_BYTES)):
-        yield f"{site.prefix}/{rank}-{number}", start, min(start + PART_BYTES, len(state.memory))
+        yield f"{site.prefix}/{rank}-of-{world}-{number}", start, min(start + PART_BYTES, len(state.memory))
 
 
 def _ranges(state: State, site: Site) -> Iterator[tuple[str, int, int, int]]:

@@ -3,18 +3,28 @@
 Runs in the ranks. Rank 0 keeps the buckets in order, and owns the proxy.
 """
 
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
+import obstore
+import torch
 import torch.distributed as dist
 from contenders import Spec, State
 from harness import Measured, Planned
-from object_contenders import ObjectContender, Site, object_contenders
+from object_contenders import ObjectContender, Site, object_contenders, raw_store
+from object_show import MILEPOST
 from stage import Stage
 
-from faults.proxy import Proxy
+import milepost
+from faults.proxy import Proxy, Traffic
+
+Counts = dict[str, dict[str, int]]
+"""What the proxy has counted, by contender."""
 
 KEPT = "kept"
 FRESH = "fresh"
@@ -52,16 +62,12 @@ class ObjectStage:
             else:
                 self.contenders[name] = contender
         self._stack = ExitStack()
-        self.proxy = self._stack.enter_context(_proxy(server, latency_s)) if rank == 0 else None
-        self.proxied = replace_endpoint(server, self._tell(self.proxy.address if self.proxy else None))
-
-    def _tell(self, address: tuple[str, int] | None) -> tuple[str, int]:
-        """What rank 0 says."""
-        box = [address]
+        proxy = Proxy((server.host, server.port), latency_s=latency_s)
+        self._proxy = self._stack.enter_context(proxy) if rank == 0 else None
+        address = [self._proxy.address if self._proxy else None]
         if self.inner.mesh is not None:
-            dist.broadcast_object_list(box, src=0)
-        assert box[0] is not None
-        return box[0]
+            dist.broadcast_object_list(address, src=0)
+        self._far = replace(server, host=address[0][0], port=address[0][1])
 
     def state(self, specs: list[Spec]) -> State:
         """A state for these ranks."""
@@ -72,14 +78,20 @@ class ObjectStage:
         runs, counts = {}, {}
         for who, contender in self.contenders.items():
             site = self._server(far).site(FRESH, "saved")
-            prepare = self._prepare(state, lambda: self.fresh(FRESH), far)
-            runs[who] = Planned(_call(contender.save, state, site), prepare, after_first=self._count(counts, who, far))
+            prepare = self._prepare(state.size_bytes, self._make_room, far)
+            runs[who] = Planned(
+                partial(contender.save, state, site), prepare, after_first=self._count(counts, who, far)
+            )
         return self._case(name, state, runs, counts)
 
-    def keep(self, state: State, prefix: str, only: tuple[str, ...] | None = None) -> None:
-        """Let every contender save a state, for loads."""
+    def _make_room(self) -> None:
+        self.fresh(FRESH)
+        self.meter.settle()
+
+    def keep(self, state: State, prefix: str, only: str = "") -> None:
+        """Let every contender whose name begins with `only` save a state, for loads."""
         for who, contender in self.contenders.items():
-            if only is None or who in only:
+            if who.startswith(only):
                 self.meter.barrier()
                 contender.save(state, self.server.site(KEPT, f"{prefix}/{_slug(who)}"))
         self.meter.barrier()
@@ -89,43 +101,68 @@ class ObjectStage:
         runs, counts = {}, {}
         for who, contender in self.contenders.items():
             site = self._server(far).site(KEPT, f"{prefix}/{_slug(who)}")
-            count = self._count(counts, who, far)
-
-            def after(who: str = who, count: Callable[[], None] = count) -> None:
-                count()
-                state.check(who)
-
-            runs[who] = Planned(_call(contender.load, state, site), self._prepare(state, state.scribble, far), after_first=after)
+            prepare = self._prepare(state.size_bytes, state.scribble, far)
+            count = self._count(counts, who, far, then=partial(state.check, who))
+            runs[who] = Planned(partial(contender.load, state, site), prepare, after_first=count)
         return self._case(name, state, runs, counts)
 
-    def _case(self, name: str, state: State, runs: dict[str, Planned], counts: dict[str, dict[str, int]]) -> Measured:
+    def _case(self, name: str, state: State, runs: dict[str, Planned], counts: Counts) -> Measured:
         measured = self.meter.case(name, state.size_bytes, runs)
         measured.counts = counts
         return measured
 
     def _server(self, far: bool) -> Server:
-        return self.proxied if far else self.server
+        return self._far if far else self.server
 
-    def _prepare(self, state: State, first: Callable[[], object], far: bool) -> Callable[[], None]:
+    def _prepare(self, size_bytes: int, first: Callable[[], object], far: bool) -> Callable[[], None]:
         def prepare() -> None:
             first()
-            self.meter.settle()
-            self.meter.recycle(self.inner.folder, state.size_bytes)
-            if far and self.proxy:
-                self.proxy.traffic(reset=True)
+            self.meter.barrier()
+            self.meter.recycle(self.inner.folder, size_bytes)
+            if far and self._proxy:
+                self._proxy.traffic(reset=True)
 
         return prepare
 
-    def _count(self, counts: dict[str, dict[str, int]], who: str, far: bool) -> Callable[[], None]:
-        """Keep what the proxy has counted, once all ranks have done their part."""
+    def _count(
+        self, counts: Counts, who: str, far: bool, then: Callable[[], object] = lambda: None
+    ) -> Callable[[], None]:
+        """Keep what the proxy has counted, once all ranks have done their part; `then` go on."""
 
         def count() -> None:
             self.meter.barrier()
-            if far and self.proxy:
-                passed = self.proxy.traffic()
+            if far and self._proxy:
+                passed = _settled(self._proxy)
                 counts[who] = {"requests": passed.total, "bytes_up": passed.bytes_up, "bytes_down": passed.bytes_down}
+            then()
 
         return count
+
+    def looks(self, name: str, call: Callable[[], object]) -> Measured:
+        """Measure what Milepost does to look something up, through the proxy."""
+        counts: Counts = {}
+        prepare = self._prepare(0, lambda: None, far=True)
+        runs = {MILEPOST: Planned(call, prepare, after_first=self._count(counts, MILEPOST, far=True))}
+        measured = self.meter.case(name, 0, runs)
+        measured.counts = counts
+        return measured
+
+    def many_steps(self, prefix: str, steps: int) -> Site:
+        """Save one step, and put its objects again under the names of all others. Where they are, by the proxy."""
+        self.fresh(KEPT)
+        site = self.server.site(KEPT, prefix)
+        with milepost.Checkpointer(site.full_url) as keeper:
+            keeper.save({"weight": torch.arange(4.0), "step": steps}, steps)
+        store = raw_store(site)
+        first = f"{prefix}/step-{steps:010}/"
+        found = {one["path"].removeprefix(first): None for page in obstore.list(store, prefix) for one in page}
+        objects = {name: obstore.get(store, first + name).bytes() for name in found}
+        jobs = [
+            (f"{prefix}/step-{step:010}/{name}", data) for step in range(1, steps) for name, data in objects.items()
+        ]
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(lambda job: obstore.put(store, *job), jobs))
+        return self._far.site(KEPT, prefix)
 
     def fresh(self, bucket: str) -> None:
         """Make a bucket new and empty, once for all ranks."""
@@ -143,26 +180,19 @@ class ObjectStage:
         return self.inner.done()
 
 
+def _settled(proxy: Proxy) -> Traffic:
+    """What has passed, once the proxy has counted all of it: a client may have the last byte before that."""
+    while True:
+        passed = proxy.traffic()
+        time.sleep(0.05)
+        if proxy.traffic() == passed:
+            return passed
+
+
 def drop(client: object, bucket: str) -> None:
     """Remove a bucket and all that is in it, if it is there."""
     if bucket in {found["Name"] for found in client.list_buckets()["Buckets"]}:
         client.delete_bucket(Bucket=bucket)
-
-
-def _proxy(server: Server, latency_s: float) -> Proxy:
-    return Proxy((server.host, server.port), latency_s=latency_s)
-
-
-def replace_endpoint(server: Server, address: tuple[str, int]) -> Server:
-    """The same server by way of a proxy."""
-    return replace(server, host=address[0], port=address[1])
-
-
-def _call(call: Callable[[State, Site], object], state: State, site: Site) -> Callable[[], None]:
-    def action() -> None:
-        call(state, site)
-
-    return action
 
 
 def _slug(who: str) -> str:
