@@ -12,7 +12,7 @@
     +-- StorageError (OSError)          the disk or object store said no
     |   +-- AlreadyExists               create-if-absent found something there
     |   +-- NotDurable                  a commit could not be synced, and was taken back
-    |   +-- NoReply                     nobody knows whether an object was written, or still will be
+    |   +-- NoReply                     no answer came; the request may still take effect
     +-- SaveConflict                    another job committed first
     +-- RanksMissing (TimeoutError)     ranks did not arrive before the deadline
     +-- SaveInFlight                    an earlier save in the background has not ended
@@ -95,7 +95,7 @@ class NotDurable(StorageError):
 
 
 class NoReply(StorageError):
-    """A request to write an object was not answered. It may have taken effect, and it still may."""
+    """The store gave no definite answer: the request may have taken effect, or may still do so. Data stays."""
 
 
 class SaveConflict(CheckpointError):

@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple
 
 from milepost.comm import is_undecided, leave_undecided
-from milepost.commit.beside import indices_beside, retire
+from milepost.commit.beside import indices_beside, names_at, retire
 from milepost.commit.find import (
     REMOVED,
     generations,
+    generations_in,
     is_there,
     newest_above,
     parse,
@@ -31,6 +32,7 @@ from milepost.core.manifest import (
     Tensor,
     Value,
     generation_of,
+    intended_generation,
     make_save_id,
     new_manifest,
     shard_name,
@@ -38,7 +40,15 @@ from milepost.core.manifest import (
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import EntryToWrite, Written, write_shard
-from milepost.errors import CheckpointError, InvalidRequest, NotDurable, RanksDisagree, SaveConflict, StorageError
+from milepost.errors import (
+    CheckpointError,
+    InvalidRequest,
+    NoReply,
+    NotDurable,
+    RanksDisagree,
+    SaveConflict,
+    StorageError,
+)
 from milepost.store import Store
 from milepost.store.base import CLAIM
 from milepost.version import __version__
@@ -71,18 +81,34 @@ def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
     """What the next attempt at this store aims at. Raises InvalidRequest if it may not replace what is there.
 
     Numbers that were only claimed, and those that are being removed, are passed over. So are those that a listing does
-    not show yet.
+    not show yet. Where requests can take effect late, those of unfinished saves are passed over, too; see
+    `_newest_attempt`.
     """
-    names = list(store.list("manifest-"))
+    names = names_at(store)
     found = (generation_of(name.removesuffix(CLAIM).removesuffix(REMOVED)) for name in names)
     newest = max((number for number in found if number is not None), default=0)
-    there = newest_above(newest, lambda number: is_there(store, number) or None)
-    newest = max(newest, there[0] if there else 0)
-    if not overwrite and (there or any(map(generation_of, names)) or indices_beside(store)):
+    there = None
+    if not store.traits.is_current:
+        there = newest_above(store, newest, lambda number: is_there(store, number) or None)
+        newest = max(newest, there[0] if there else 0)
+    if not overwrite and (there or generations_in(store, names) or indices_beside(store, names)):
         raise InvalidRequest(f"Checkpoint already exists at {store.url}; pass overwrite=True to replace it")
+    if overwrite and "data/" in names and store.traits.is_current:
+        newest = max(newest, _newest_attempt(store))
     if newest >= MAX_GENERATION:
         raise InvalidRequest(f"{store.url} has reached generation {newest}, the last that has a name; save elsewhere")
     return Aim(newest + 1, make_save_id(newest + 1, secrets.token_hex(8)))
+
+
+def _newest_attempt(store: Store) -> int:
+    """The highest generation that data at this place aims at; 0 if there is none.
+
+    A save without a manifest is under way, died, or got no reply to the creation of its manifest. That one may appear
+    at any time, and then its number is taken. The next save goes above it, so that it need not matter when. (A save
+    that may not overwrite does not: of those, one wins.)
+    """
+    aims = (intended_generation(name.split("/")[1]) for name in store.list("data/", shallow=True))
+    return max((aim for aim in aims if aim is not None), default=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,12 +172,15 @@ class Attempt:
             replaced=replaced,
         )
         try:
-            publish(self.store, manifest)
+            names = publish(self.store, manifest)
             retire(self.store, manifest)
-            sweep(self.store, manifest)
+            sweep(self.store, manifest, names)
         except BaseException as error:
-            # After NotDurable, a power cut may bring the manifest back.
-            if isinstance(error, NotDurable) or self._may_be_committed():
+            # After NotDurable, a power cut may bring the manifest back. After NoReply, or where Ctrl-C came between a
+            # request and its reply, the request may still arrive.
+            late = isinstance(error, (NotDurable, NoReply))
+            late = late or (self.store.traits.is_current and not isinstance(error, Exception))
+            if late or self._may_be_committed():
                 leave_undecided(error)
             raise
 

@@ -22,7 +22,7 @@ checkpoint to resume from.
 import contextlib
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 
 import xxhash
 
@@ -42,11 +42,19 @@ _MOST_BYTES = GIB
 """A larger file is no index: those of the largest models have some hundred MB. A file with holes could take hours."""
 
 
-def indices_beside(store: Store) -> tuple[ReplacedIndex, ...]:
-    """The indices of DCP checkpoints at this place; usually none."""
-    of_ranks = sorted(name for name in store.list("__") if _OF_RANK.fullmatch(name))
-    found = (_index(store, name) for name in (METADATA, *of_ranks))
-    return tuple(index for index in found if index is not None)
+def names_at(store: Store) -> Collection[str]:
+    """What lies at the top of a place, by one listing: manifests, markers, the indices of DCP, `data/`."""
+    return frozenset(store.list("", shallow=True))
+
+
+def indices_beside(store: Store, names: Collection[str] | None = None) -> tuple[ReplacedIndex, ...]:
+    """The indices of DCP checkpoints at this place; usually none. `names`: what `names_at` gave, if it is known."""
+    names = names_at(store) if names is None else names
+    found = sorted(name for name in names if _OF_RANK.fullmatch(name))
+    if METADATA in names or not store.traits.is_current:  # an old listing may lack it
+        found.insert(0, METADATA)
+    indices = (_index(store, name) for name in found)
+    return tuple(index for index in indices if index is not None)
 
 
 def _index(store: Store, name: str) -> ReplacedIndex | None:
@@ -63,9 +71,9 @@ def _index(store: Store, name: str) -> ReplacedIndex | None:
         return None
 
 
-def refuse_newer_index(store: Store, manifest: Callable[[], Manifest]) -> None:
-    """Raise AmbiguousCheckpoint if DCP saved here after this manifest was committed."""
-    there = indices_beside(store)
+def refuse_newer_index(store: Store, names: Collection[str], manifest: Callable[[], Manifest]) -> None:
+    """Raise AmbiguousCheckpoint if DCP saved here after this manifest was committed. `names`: what is at the place."""
+    there = indices_beside(store, names)
     if not there:
         return
     ours = manifest()

@@ -2,17 +2,20 @@
 
 A checkpoint exists when, and only when, a manifest exists. The highest generation is the checkpoint. An older one that
 a sweep has not removed yet is never taken in its place: it holds older weights.
+
+Where listings are current (`Traits.is_current`), one shallow listing of the place says all: nothing is tried by name,
+and nothing is waited for.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
-from milepost.commit.beside import refuse_newer_index
+from milepost.commit.beside import names_at, refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
-from milepost.core.manifest import Manifest, generation_of, manifest_name, unseal
+from milepost.core.manifest import Manifest, generation_of, is_sealed, manifest_name, unseal
 from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
@@ -32,10 +35,36 @@ REMOVED = ".removed"
 """Behind a manifest's name: this generation is being removed; see `removal.py`."""
 
 
+class Newest(NamedTuple):
+    """The newest generation: its number, the bytes of its manifest, the older ones, and what else is at the place."""
+
+    generation: int
+    data: bytes
+    older: list[int]
+    names: Collection[str]
+
+
 def generations(store: Store) -> list[int]:
     """The numbers of all manifests, newest first, without looking into them."""
-    found = (generation_of(name) for name in store.list("manifest-"))
-    return sorted((number for number in found if number is not None), reverse=True)
+    return generations_in(store, store.list("manifest-"))
+
+
+def generations_in(store: Store, names: Iterable[str]) -> list[int]:
+    """The numbers of the manifests among the names at a place, newest first.
+
+    Where listings are current, a generation with the marker of a removal is none any more. Elsewhere a marker may be
+    listed that is gone, so there the manifest itself has to go.
+    """
+    names = list(names)
+    going = set(removals_in(names)) if store.traits.is_current else set()
+    found = {number for number in map(generation_of, names) if number is not None}
+    return sorted(found - going, reverse=True)
+
+
+def removals_in(names: Iterable[str]) -> dict[int, str]:
+    """The markers of removals among the names at a place, by generation."""
+    marked = {generation_of(name.removesuffix(REMOVED)): name for name in names if name.endswith(REMOVED)}
+    return {number: name for number, name in marked.items() if number is not None}
 
 
 def newest_generation(store: Store) -> int:
@@ -62,11 +91,21 @@ def is_there(store: Store, generation: int) -> bool:
 
 def is_committed(store: Store, generation: int) -> bool:
     """Whether this generation is committed, or a newer one is. The listing may be old, so the name is tried, too."""
-    return newest_generation(store) >= generation or can_be_opened(store, manifest_name(generation))
+    if newest_generation(store) >= generation:
+        return True
+    return not store.traits.is_current and can_be_opened(store, manifest_name(generation))
+
+
+def is_used(names: Collection[str], generation: int) -> bool:
+    """Whether this generation or a newer one is, or was, committed: by the manifests and markers among these names."""
+    found = {*map(generation_of, names), *removals_in(names)}
+    return max((number for number in found if number is not None), default=0) >= generation
 
 
 def is_overtaken(store: Store, generation: int) -> bool:
     """Like `is_committed`, for a store that may be seen as it was: names above are tried as well."""
+    if store.traits.is_current:
+        return is_used(list(store.list("manifest-")), generation)
     ahead = range(generation + 1, generation + _AHEAD)
     return is_committed(store, generation) or any(can_be_opened(store, manifest_name(number)) for number in ahead)
 
@@ -76,7 +115,8 @@ def was_overtaken(store: Store, generation: int) -> bool:
 
     Not where nothing is left at all: then the place itself was removed or unmounted.
     """
-    return patiently(lambda: is_overtaken(store, generation) or is_empty(store)) and is_overtaken(store, generation)
+    seen = patiently(store, lambda: is_overtaken(store, generation) or is_empty(store))
+    return seen and is_overtaken(store, generation)
 
 
 def is_empty(store: Store) -> bool:
@@ -84,8 +124,13 @@ def is_empty(store: Store) -> bool:
     return next(iter(store.list("")), None) is None
 
 
-def patiently(look: Callable[[], T]) -> T:
-    """What `look` gives once that is true, or at last: a network file system may show for a while what was before."""
+def patiently(store: Store, look: Callable[[], T]) -> T:
+    """What `look` gives once that is true, or at last: a network file system may show for a while what was before.
+
+    It looks once where listings are current.
+    """
+    if store.traits.is_current:
+        return look()
     give_up, pause = time.monotonic() + PATIENCE_S, _PAUSES_S[0]
     while not (found := look()) and time.monotonic() < give_up:
         time.sleep(pause)
@@ -100,30 +145,31 @@ def find(store: Store) -> tuple[int, bytes]:
     generation is not whole while an older one is.
     """
     while True:
-        number, data, older = newest(store)
-        refuse_newer_index(store, lambda: parse(store.url, number, data))  # noqa: B023  # called at once
+        number, data, older, names = newest(store)
+        refuse_newer_index(store, names, lambda: parse(store.url, number, data))  # noqa: B023  # called at once
         fault = _fault_of(store, number, data) if older else ""
         if not fault:
             return number, data
-        if newest(store)[0] == number:  # else it was replaced while we looked
+        if newest(store).generation == number:  # else it was replaced while we looked
             _refuse_damaged(store, fault, older)
             return number, data
 
 
-def newest(store: Store) -> tuple[int, bytes, list[int]]:
-    """The newest generation, the bytes of its manifest, and the older generations. Raises CheckpointNotFound.
+def newest(store: Store) -> Newest:
+    """The newest generation. Raises CheckpointNotFound.
 
     The listing of a network file system may be old, while a name that is opened is looked up anew. So names above the
     listed ones are tried as well, and a listing that leads nowhere is given some time.
     """
     give_up, pause = time.monotonic() + PATIENCE_S, _PAUSES_S[0]
     while True:
-        listed = generations(store)
-        found = newest_above(listed[0] if listed else 0, lambda number: read_manifest(store, number))
+        names = names_at(store)
+        listed = generations_in(store, names)
+        found = newest_above(store, listed[0] if listed else 0, lambda number: read_manifest(store, number))
         if found is not None:
-            return *found, [number for number in listed if number < found[0]]
+            return Newest(*found, [number for number in listed if number < found[0]], names)
         if not listed:
-            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store)}")
+            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store, names)}")
         if time.monotonic() >= give_up:
             raise CheckpointNotFound(
                 f"{store.url} lists {manifest_name(listed[0])}, which cannot be opened, and nothing newer was found in "
@@ -135,10 +181,12 @@ def newest(store: Store) -> tuple[int, bytes, list[int]]:
         pause = min(2 * pause, _PAUSES_S[1])
 
 
-def newest_above(listed: int, look: Callable[[int], T | None]) -> tuple[int, T] | None:
+def newest_above(store: Store, listed: int, look: Callable[[int], T | None]) -> tuple[int, T] | None:
     """The newest generation for which `look` finds something: the newest that is listed, or one just above it."""
     data = look(listed) if listed else None
     found = (listed, data) if data is not None else None
+    if store.traits.is_current:
+        return found
     number, last = listed, listed + (_AHEAD if listed and found is None else 1)
     while number < last:
         number += 1
@@ -148,15 +196,25 @@ def newest_above(listed: int, look: Callable[[int], T | None]) -> tuple[int, T] 
     return found
 
 
-def _why_not(store: Store) -> str:
-    if any(name.endswith(REMOVED) for name in store.list("manifest-")):
+def _why_not(store: Store, names: Collection[str]) -> str:
+    if removals_in(names):
         return "It was removed."
     leftovers = next(iter(store.list("data/")), None)
     return "It holds data of a save that never finished." if leftovers else "Nothing was saved here."
 
 
 def read_manifest(store: Store, generation: int) -> bytes | None:
-    """The bytes of a manifest, or None if there is none, or none any more."""
+    """The bytes of a manifest, or None if there is none, or none any more.
+
+    What came over a network and does not fit its seal is asked for once more: it may have changed on its way.
+    """
+    data = _read_manifest_once(store, generation)
+    if data is not None and store.traits.requests and not is_sealed(data):
+        return _read_manifest_once(store, generation)
+    return data
+
+
+def _read_manifest_once(store: Store, generation: int) -> bytes | None:
     try:
         reader = store.reader(manifest_name(generation))
     except FileNotFoundError:
@@ -211,11 +269,24 @@ def lacks_files(place: Store) -> bool:
         manifest = parse(place.url, generation, data)
     except CheckpointError:
         return False
+    if place.traits.is_current:
+        return bool(missing_objects(place, manifest))
     return not all(can_be_opened(place, part.name) for file in manifest.files for part in manifest.parts_of(file))
+
+
+def missing_objects(place: Store, manifest: Manifest) -> dict[int, str]:
+    """For each rank whose objects a listing of this save's data does not all show: the first that is missing."""
+    there = set(place.list(f"data/{manifest.save_id}/"))
+    first = {f.rank: next((p.name for p in manifest.parts_of(f) if p.name not in there), "") for f in manifest.files}
+    return {rank: name for rank, name in first.items() if name}
 
 
 def _look_at_files(place: Store, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
+    if place.traits.is_current and place.traits.part_bytes:  # objects are there whole, or not at all
+        for name in missing_objects(place, manifest).values():
+            raise CheckpointDamaged(f"{place.url}/{name} is missing")
+        return
 
     def look(part: FilePart) -> None:
         try:

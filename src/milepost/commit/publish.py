@@ -6,56 +6,68 @@ no clock and no lock is needed, and a save that is under way is never disturbed.
 
 import contextlib
 import logging
+from collections.abc import Collection, Iterable
 
+from milepost.commit.beside import names_at
 from milepost.commit.find import (
     can_be_opened,
     generations,
-    is_committed,
+    generations_in,
     is_empty,
     is_overtaken,
+    is_used,
+    missing_objects,
     patiently,
     read_manifest,
+    removals_in,
     was_overtaken,
 )
 from milepost.core.manifest import Manifest, ShardFile, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
-from milepost.errors import AlreadyExists, CheckpointError, NotDurable, SaveConflict, StorageError
+from milepost.errors import AlreadyExists, CheckpointError, NoReply, NotDurable, SaveConflict, StorageError
 from milepost.store import Store
 
 _log = logging.getLogger("milepost")
 
 
 @CollectionPaused()
-def publish(store: Store, manifest: Manifest) -> None:
-    """Make the checkpoint exist. Raises SaveConflict if another save was first; nothing changes then.
+def publish(store: Store, manifest: Manifest) -> Collection[str] | None:
+    """Make the checkpoint exist. Gives what is at the place then, or None if that could not be seen.
 
-    Raises StorageError if data that it names cannot be seen from this rank.
+    Raises SaveConflict if another save was first; nothing changes then. Raises StorageError if data that it names
+    cannot be seen from this rank, and NoReply if the checkpoint may appear later.
     """
     _look_for_data(store, manifest)
     _create(store, manifest.generation, seal(manifest))
-    if _is_old(store, manifest.generation):
+    is_old, names = _look_for_newer(store, manifest.generation)
+    if is_old:
         # The name was free because the save that had it was replaced and swept, and this save's data with it.
         # The newest generation is never swept.
         with contextlib.suppress(OSError, CheckpointError):
             store.delete(manifest_name(manifest.generation))
         raise conflict(store, manifest.generation)
+    return names
 
 
-def _is_old(store: Store, generation: int) -> bool:
-    """Whether there is a newer generation than this one, which is committed. Never raises.
+def _look_for_newer(store: Store, generation: int) -> tuple[bool, Collection[str] | None]:
+    """Whether a newer generation is committed, and what is at the place. Never raises.
 
     A store that does not answer takes no commit back. If there is a newer one all the same, it looks as if it had come
     right after this one: it stands, and this one goes.
     """
     try:
-        return is_committed(store, generation + 1)
+        names = names_at(store)
+        if store.traits.is_current:  # then the marker of a removal stays for a while: this number was used and removed
+            return is_used(names, generation + 1) or generation in removals_in(names), names
+        newer = generations_in(store, names)[:1] > [generation]
+        return newer or can_be_opened(store, manifest_name(generation + 1)), names
     except (CheckpointError, OSError) as error:
         _log.warning(
             "generation %d is committed at %s, but whether another job has committed a newer one could not be seen: %s",
             generation, store.url, error,
         )  # fmt: skip
-        return False
+        return False, None
 
 
 def _create(store: Store, generation: int, sealed: bytes) -> None:
@@ -70,6 +82,8 @@ def _create(store: Store, generation: int, sealed: bytes) -> None:
             ours = _read_back(store, generation) == sealed
             reason = None if ours else _not_published(store, generation, error)
         except (CheckpointError, OSError):
+            if isinstance(error, NoReply):
+                raise _may_appear(store, generation, error) from error
             raise error from None  # the store does not answer: this is the first that was heard of it
         if ours:
             _make_durable(store, generation)
@@ -86,11 +100,13 @@ def _read_back(store: Store, generation: int) -> bytes | None:
         data = read_manifest(store, generation)
         return (data,) if data is not None or generation not in generations(store) else None
 
-    return (patiently(look) or (None,))[0]
+    return (patiently(store, look) or (None,))[0]
 
 
 def _make_durable(store: Store, generation: int) -> None:
     """Sync a manifest that is there though its creation failed: nobody may have synced it. Raises NotDurable."""
+    if store.traits.is_current:
+        return  # what is there is durable
     try:
         _sync(store, generation)
     except (CheckpointError, OSError) as error:
@@ -120,10 +136,22 @@ def _not_published(store: Store, generation: int, error: Exception) -> Exception
             f"another job has claimed generation {generation} of {store.url}, and is about to commit it or died. "
             "Nothing was committed here. Save again; do two jobs write to one place?"
         )
+    if isinstance(error, NoReply):
+        return _may_appear(store, generation, error)
     if isinstance(error, CheckpointError):
         return error
     number = error.errno if isinstance(error, OSError) else None
     return StorageError(f"cannot commit to {store.url}: {error}. Was it removed or renamed meanwhile?", errno=number)
+
+
+def _may_appear(store: Store, generation: int, error: NoReply) -> NoReply:
+    """The error of a save that may be committed later, when the request arrives after all."""
+    return NoReply(
+        f"whether generation {generation} of {store.url} is committed is not known: {error}. The request may still "
+        f"take effect. Then the checkpoint appears, whole; its data stays until another save replaces it. "
+        f"`milepost.open(path).generation` is {generation} or more when it has. Saving again is safe at any time.",
+        errno=error.errno,
+    )
 
 
 def conflict(store: Store, generation: int) -> SaveConflict:
@@ -144,7 +172,7 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
             return "overtaken"
         return "nothing is there" if is_empty(store) else ""
 
-    seen = patiently(look)
+    seen = patiently(store, look)
     if seen == "overtaken":
         raise conflict(store, manifest.generation)  # the other save has swept the data
     unseen = _unseen(store, manifest) if seen != "all is there" else []
@@ -158,6 +186,8 @@ def _look_for_data(store: Store, manifest: Manifest) -> None:
 
 def _unseen(store: Store, manifest: Manifest) -> list[int]:
     """The ranks whose files are not there. The listing of a network file system may be old, so names are tried, too."""
+    if store.traits.is_current:
+        return list(missing_objects(store, manifest))
     there = set(store.list(f"data/{manifest.save_id}/"))
 
     def is_seen(file: ShardFile) -> bool:
@@ -166,29 +196,32 @@ def _unseen(store: Store, manifest: Manifest) -> list[int]:
     return [file.rank for file in manifest.files if not is_seen(file)]
 
 
-def sweep(store: Store, manifest: Manifest) -> None:
-    """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised."""
+def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised.
+
+    `names`: what is at the place, if it is known.
+    """
     try:
-        manifests, data = _dead(store, manifest)
+        manifests, data = _dead(store, manifest, store.list("manifest-") if names is None else names)
         store.delete(*manifests)
         store.delete(*data)  # on NFS a file that a reader of this machine has open stays until it is closed
     except (CheckpointError, OSError) as error:
         _log.warning("could not sweep old data at %s; the next save will: %s", store.url, error)
 
 
-def _dead(store: Store, manifest: Manifest) -> tuple[list[str], list[str]]:
+def _dead(store: Store, manifest: Manifest, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The names to remove: manifests, and then data. Data must not vanish while a manifest still names it."""
-    manifests, data = [], []
-    for name in store.list("manifest-"):
+    manifests, data = list[str](), list[str]()
+    for name in names:
         number = generation_of(name)
         helper = generation_of(name.split(".json")[0] + ".json") if number is None else None
         if (number is not None and number < manifest.generation) or (
             helper or manifest.generation + 1
         ) <= manifest.generation:
             manifests.append(name)
-    for name in store.list("data/"):
-        save_id = name.split("/")[1]
+    for folder in store.list("data/", shallow=True):  # not what lies in the folder of this save: that may be much
+        save_id = folder.split("/")[1]
         aimed = intended_generation(save_id)
         if aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id:
-            data.append(name)
+            data.extend(store.list(folder) if folder.endswith("/") else [folder])
     return manifests, data

@@ -6,7 +6,7 @@ A removal has this order:
     2. a marker, `manifest-<generation>.json.removed`, is created: it holds the id of the save that is removed
     3. that save's manifest is deleted: from here on there is no checkpoint
     4. once that is durable, that save's data is deleted
-    5. the marker is deleted
+    5. the marker is deleted; where requests can take effect late, that comes later (see below)
 
 So a checkpoint that has a manifest has its data, after a power cut too. The marker and the sweep are durable before
 step 3, because creating the marker syncs the folder. The removal of the manifest is durable before step 4. The later
@@ -15,13 +15,19 @@ steps need no sync.
 A removal that was cut short left its marker, and the next removal finishes it. A folder without manifest and without
 marker is a save under way, or one that died, and is never touched. A marker names one save id, which no other save ever
 has, so a save that runs in the same folder loses nothing; and `take_aim` passes marked generations over.
+
+In an object store a request can take effect after its sender gave up, or sent it again. Then the deletion of step 3
+could hit the manifest of a newer save, if that had the same number; and a manifest whose creation got no reply could
+appear when its data is gone. So there the marker stays for `LATE_S`: no save gets its number meanwhile, and a marked
+generation is no checkpoint, whoever creates it. `forget_removal` ends that.
 """
 
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
 
-from milepost.commit.find import REMOVED, generations, newest, parse, read_manifest
+from milepost.commit.beside import names_at
+from milepost.commit.find import REMOVED, generations_in, newest, parse, read_manifest
 from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
@@ -30,24 +36,37 @@ from milepost.store import Store
 
 _log = logging.getLogger("milepost")
 _MAX_MARKER_BYTES = 100
+LATE_S = 3600.0
+"""A request that was sent so long ago takes effect no more: S3 and Azure refuse one after 15 minutes."""
 
 
-def remove_checkpoint(place: Store) -> None:
-    """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use."""
-    generation, data, _ = newest(place)
+def remove_checkpoint(place: Store) -> str:
+    """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use.
+
+    Gives the name of the marker, which stays in an object store; see `forget_removal`.
+    """
+    generation, data, _, names = newest(place)
     manifest = parse(place.url, generation, data)
-    sweep(place, manifest)
-    if generations(place) != [generation]:
+    sweep(place, manifest, names)
+    if generations_in(place, names_at(place)) != [generation]:
         raise StorageError(f"{place.url} is being saved to, or older manifests there cannot be deleted; it stays")
     marker = manifest_name(generation) + REMOVED
     with suppress(AlreadyExists):  # another job removes it too
         place.create(marker, manifest.save_id.encode())
     finish_removal(place, [marker])
+    return marker
+
+
+def forget_removal(place: Store, marker: str) -> None:
+    """Delete the marker of a removal in an object store, which was finished at least `LATE_S` ago."""
+    save_id = _marked(place, marker)
+    if save_id is not None and intended_generation(save_id) == generation_of(marker.removesuffix(REMOVED)):
+        place.delete(marker)
 
 
 def remove_all_generations(place: Store) -> None:
     """Remove every generation, also damaged ones, because something else has taken their place."""
-    numbers = generations(place)
+    numbers = generations_in(place, names_at(place))
     for number in reversed(numbers):  # the newest last: an older one must not become the checkpoint
         place.delete(manifest_name(number), durable=number == numbers[0])
     aims = {name: intended_generation(name.split("/")[1]) for name in place.list("data/")}
@@ -55,7 +74,10 @@ def remove_all_generations(place: Store) -> None:
 
 
 def finish_removal(place: Store, markers: Iterable[str]) -> None:
-    """Finish the removals that these markers stand for. May run twice, and in two jobs at once."""
+    """Finish the removals that these markers stand for. May run twice, and in two jobs at once.
+
+    In an object store the markers stay; see `forget_removal`.
+    """
     for marker in markers:
         generation = generation_of(marker.removesuffix(REMOVED))
         save_id = _marked(place, marker)
@@ -70,7 +92,8 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         belongs = _belongs(place, generation, save_id)
         place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
         place.delete(*place.list(f"data/{save_id}/"), *place.list(f"{marker}."))
-        place.delete(marker)
+        if not place.traits.is_current:
+            place.delete(marker)
 
 
 def _marked(place: Store, marker: str) -> str | None:

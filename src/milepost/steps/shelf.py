@@ -70,7 +70,7 @@ class Shelf:
         def look() -> list[int]:
             return [step for step in self.steps() if step not in skipped]
 
-        return look() or (patiently(look) if self._removes() or any(map(self._is_going, skipped)) else [])
+        return look() or (patiently(self.root, look) if self._removes() or any(map(self._is_going, skipped)) else [])
 
     def _removes(self) -> bool:
         """Whether a step is being removed, where a listing may be old."""
@@ -184,7 +184,7 @@ class Shelf:
             committed = _newest(names)
             return (committed,) if committed or not names else None
 
-        return (patiently(look) or ({},))[0]
+        return (patiently(self.root, look) or ({},))[0]
 
     def _has_folder(self, step: int) -> bool:
         """Whether the folder of a step that is listed is really there. If not, then the listing of the root is old."""
@@ -195,7 +195,7 @@ class Shelf:
             try:
                 place = self.place(step)
                 # Not `find`, which refuses a place where another library has saved too: its metrics are no less good.
-                number, data, _ = newest(place)
+                number, data, _, _ = newest(place)
                 self._scores[step, generation] = metrics_of(parse(place.url, number, data))
             except CheckpointError as error:
                 if isinstance(error, StorageError):

@@ -32,8 +32,8 @@ class Traits:
     this size, each by one `create`. 0: a shard file is one object, which `writer` writes in place.
     `range_bytes`: how much one read should ask for. `requests`: how many should be under way at once. 0 leaves both to
     the settings of the transfer.
-    `is_current`: a listing shows everything that was created before it began, and nothing that was deleted. Without
-    that, names are also tried one by one.
+    `is_current`: a listing shows everything that was created before it began, and nothing that was deleted; and what it
+    shows survives power loss. So do S3, Google Cloud Storage and Azure. Without that, names are also tried one by one.
 
     >>> milepost.store.MemoryStore().traits.part_bytes
     0

@@ -7,13 +7,14 @@ process, without data.
 from milepost.core.table import TensorRow
 from milepost.testing.ranks import TroubledComm, run_ranks
 from milepost.testing.simulate import SimulatedLoad, SimulatedSave, on_mesh, simulate_load, simulate_save
-from milepost.testing.stores import CountingStore, Crash, CrashingStore, ReplyLosingStore
+from milepost.testing.stores import CountingStore, Crash, CrashingStore, LateStore, ReplyLosingStore
 from milepost.testing.unsynced import UnsyncedStore
 
 __all__ = [
     "CountingStore",
     "Crash",
     "CrashingStore",
+    "LateStore",
     "ReplyLosingStore",
     "SimulatedLoad",
     "SimulatedSave",

@@ -1,12 +1,13 @@
-"""Stores that count their calls, fail or die at a chosen call, or lose the replies to their requests."""
+"""Stores that count their calls, fail or die at a chosen call, lose replies, or carry requests out late."""
 
+import contextlib
 import errno
 import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from typing import Literal, TypeVar, get_args
 
-from milepost.errors import AlreadyExists, CheckpointError, StorageError
+from milepost.errors import AlreadyExists, CheckpointError, NoReply, StorageError
 from milepost.store import Reader, Store, Traits, Writer
 from milepost.store.base import Buffer
 
@@ -188,3 +189,65 @@ class ReplyLosingStore(CountingStore):
         if self._repeats:
             raise AlreadyExists(f"{self.url}: {call}: it exists already", errno=errno.EEXIST)
         raise StorageError(f"{self.url}: {call}: no reply", errno=errno.ETIMEDOUT)
+
+
+class LateStore(CountingStore):
+    """A store whose requests can take effect late, as those of an object store can.
+
+    `fate` says what becomes of a request, by its text, such as "create manifest-00000001.json". "late": the caller gets
+    NoReply, and the request takes effect when `arrive` is called. "twice": it takes effect at once, and a copy that was
+    under way does so again when `arrive` is called. None: it takes effect at once. `waiting` is how many there are.
+
+    >>> store = milepost.testing.LateStore(
+    ...     milepost.store.MemoryStore(traits=milepost.store.Traits(is_current=True)),
+    ...     lambda call: "late" if call.startswith("create manifest") else None,
+    ... )
+    >>> try:
+    ...     milepost.save({"step": 7}, store)
+    ... except milepost.NoReply:
+    ...     store.waiting, store.arrive(), milepost.open(store)["step"]
+    (1, None, 7)
+    """
+
+    def __init__(self, inner: Store, fate: Callable[[str], Literal["late", "twice"] | None]) -> None:
+        super().__init__(inner)
+        self.fate = fate
+        self._under_way: list[Callable[[], None]] = []
+
+    @property
+    def waiting(self) -> int:
+        """How many requests have not taken effect yet."""
+        return len(self._under_way)
+
+    def create(self, name: str, *data: Buffer) -> None:
+        """Counted, and late if its fate says so; see `Store`."""
+        content = b"".join(data)  # the caller may change its memory before the request arrives
+        self._send(f"create {name}", lambda: self.inner.create(name, content))
+
+    def delete(self, *names: str, durable: bool = False) -> None:
+        """Counted, each name as a call of its own, and late if its fate says so; see `Store`."""
+        errors = []
+        for name in names:
+            try:
+                self._send(f"delete {name}", partial(self.inner.delete, name, durable=durable))
+            except (CheckpointError, OSError) as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
+
+    def _send(self, call: str, action: Callable[[], None]) -> None:
+        fate = self.fate(call)
+        if fate is not None:
+            self._under_way.append(action)
+        if fate == "late":
+            self.run(call, lambda: None)
+            raise NoReply(f"{self.url}: {call}: no reply", errno=errno.ETIMEDOUT)
+        self.run(call, action)
+
+    def arrive(self, which: int | None = None) -> None:
+        """Let what is under way take effect: all of it, in order, or one by its place. Nobody hears how it ended."""
+        arrived = self._under_way[:] if which is None else [self._under_way[which]]
+        for action in arrived:
+            self._under_way.remove(action)
+            with contextlib.suppress(CheckpointError, OSError):
+                action()
