@@ -39,7 +39,13 @@ class Clients:
         self._place, self._options = place, options
         self._lock = threading.Lock()
         self._made: dict[tuple[int, bool], Any] = {}
-        self.source: CredentialSource | None = None
+        self._settings: tuple[Config, Any] | None = None
+
+    @property
+    def source(self) -> CredentialSource | None:
+        """Where credentials come from, if that is a callable."""
+        provider = self._settings[1] if self._settings else None
+        return provider if isinstance(provider, CredentialSource) else None
 
     def get(self, size_bytes: int = 0, *, timeouts: int = 0, bulk: bool = True) -> Any:
         """A client for requests that move this many bytes. After timeouts of the same request it waits longer.
@@ -58,14 +64,16 @@ class Clients:
         """Make new clients from now on, with credentials that are fetched anew."""
         with self._lock:
             self._made.clear()
+            self._settings = None
 
     def _make(self, timeout_s: float, *, bulk: bool) -> Any:
         stores = _obstore()
-        build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[self._place.provider]
-        config, provider = build(self._place, self._options, os.environ)
-        self.source = provider if isinstance(provider, CredentialSource) else None
+        if self._settings is None:
+            build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[self._place.provider]
+            self._settings = build(self._place, self._options, os.environ)
+        config, provider = self._settings
         if self._place.provider == "s3" and not bulk:
-            config["disable_bulk_delete"] = True
+            config = config | {"disable_bulk_delete": True}
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self._place.provider]
         try:
             return kind(
@@ -83,7 +91,8 @@ class Clients:
 def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
     """How often to double the time limit of a small request for one that moves this much, and timed out so often."""
     needed = timeout_s + size_bytes / SLOWEST_BYTES_S
-    return math.ceil(math.log2(needed / timeout_s)) + (min(timeouts, 3) if size_bytes else 0)
+    slack = 0.1  # a few bytes need no more time
+    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 3) if size_bytes else 0)
 
 
 def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
@@ -124,11 +133,12 @@ def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> 
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy
-    if options.ca_file is not None:
+    ca_file = options.ca_file or os.environ.get("AWS_CA_BUNDLE")
+    if ca_file:
         try:
-            found["root_certificate"] = Path(options.ca_file).read_bytes()
+            found["root_certificate"] = Path(ca_file).read_bytes()
         except OSError as error:
-            raise InvalidRequest(f"ca_file {os.fspath(options.ca_file)!r} cannot be read: {error.strerror}") from None
+            raise InvalidRequest(f"ca_file {os.fspath(ca_file)!r} cannot be read: {error.strerror}") from None
     return found
 
 
