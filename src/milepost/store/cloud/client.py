@@ -69,8 +69,7 @@ class Clients:
     def _make(self, timeout_s: float, *, bulk: bool) -> Any:
         stores = _obstore()
         if self._settings is None:
-            build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[self._place.provider]
-            self._settings = build(self._place, self._options, os.environ)
+            self._settings = store_settings(self._place, self._options, os.environ)
         config, provider = self._settings
         if self._place.provider == "s3" and not bulk:
             config = config | {"disable_bulk_delete": True}
@@ -79,7 +78,7 @@ class Clients:
             return kind(
                 self._place.bucket,
                 config=config,
-                client_options=_client_settings(self._options, _url_of(config), timeout_s),
+                client_options=client_settings(self._options, config, timeout_s, os.environ),
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
@@ -120,11 +119,9 @@ def _check_process(url: str) -> None:
         )
 
 
-def _url_of(config: Config) -> str:
-    return str(config.get("endpoint") or config.get("base_url") or "https://")
-
-
-def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> Config:
+def client_settings(options: CloudOptions, config: Config, timeout_s: float, env: Mapping[str, str]) -> Config:
+    """How obstore connects. `http://` is allowed only where the endpoint says so."""
+    endpoint = str(config.get("endpoint") or config.get("base_url") or "https://")
     found: Config = {
         "timeout": timedelta(seconds=timeout_s),
         "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
@@ -133,13 +130,19 @@ def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> 
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy
-    ca_file = options.ca_file or os.environ.get("AWS_CA_BUNDLE")
+    ca_file = options.ca_file or env.get("AWS_CA_BUNDLE")
     if ca_file:
         try:
             found["root_certificate"] = Path(ca_file).read_bytes()
         except OSError as error:
             raise InvalidRequest(f"ca_file {os.fspath(ca_file)!r} cannot be read: {error.strerror}") from None
     return found
+
+
+def store_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
+    """The settings of obstore's store, and a source of credentials if obstore needs one."""
+    build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[place.provider]
+    return build(place, options, env)
 
 
 def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
