@@ -11,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import urllib.parse
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -100,11 +101,12 @@ class Breaker:
     def judge(self, head: Head) -> Rule | None:
         """Count a request; the rule that it meets, if any."""
         kind, text = kind_of(head), head.text.decode("latin-1")
+        target = urllib.parse.unquote(head.first.split(" ")[1])
         with self._lock:
             self.requests[kind] += 1
-            self.seen.append(f"{kind} {head.first.split(' ')[1]}")
+            self.seen.append(f"{kind} {target}")
             for number, rule in enumerate(self._rules):
-                if rule.kind not in (None, kind) or rule.path not in head.first or rule.header not in text:
+                if rule.kind not in (None, kind) or rule.path not in target or rule.header not in text:
                     continue
                 self._fitted[number] += 1
                 last = FOREVER_S if rule.times is None else rule.skip + rule.times

@@ -4,7 +4,7 @@ import pytest
 
 from faults.netfs import NetworkFiles, why_not
 from faults.proxy import Proxy
-from faults.servers import SeaweedFS
+from faults.servers import Azurite, SeaweedFS, SmallGcs
 from tests import ranks
 
 ranks.preload()
@@ -53,6 +53,18 @@ def tmp_path(tmp_path, place):
 def seaweed():
     """An S3 server, started by the first test of a process that needs one: `with seaweed.place() as url:`."""
     yield from _started(SeaweedFS)
+
+
+@pytest.fixture(scope="session")
+def azurite():
+    """A server of Azure's blob storage. It forgets what it has when it is killed."""
+    yield from _started(Azurite)
+
+
+@pytest.fixture(scope="session")
+def small_gcs():
+    """A server that speaks as much of Google Cloud Storage as Milepost uses."""
+    yield from _started(SmallGcs)
 
 
 def _started(server):
