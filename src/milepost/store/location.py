@@ -50,7 +50,10 @@ def store_at(path: Location) -> Store:
             what = "no URL names a home folder" if host.startswith("~") else f"it names the host {host!r}"
             raise InvalidRequest(f"{path!r}: {what}; a file URL has three slashes and the whole path: file:///path")
         return _in_folder(unquote(f"/{inside}", errors="surrogateescape"))
-    raise InvalidRequest(f"{path!r} is not a path, file:// or memory:// URL; pass a Store object for other places")
+    raise InvalidRequest(
+        f"{path!r} is not a path, and no URL of a known kind (file, memory, {', '.join(PROVIDERS)}); "
+        "pass a Store object for other places"
+    )
 
 
 def required(path: Location | None) -> Location:
