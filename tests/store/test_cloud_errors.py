@@ -111,7 +111,7 @@ def test_missing_credentials_are_told(scheme, monkeypatch, tmp_path):
             monkeypatch.delenv(name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("AWS_METADATA_ENDPOINT", "http://169.254.169.254")
-    options = CloudOptions(account="account" if scheme == "az" else None, **QUICK)
+    options = CloudOptions(region="us-east-1", account="account" if scheme == "az" else None, **QUICK)
     with pytest.raises(milepost.StorageError, match=r"no credentials were found.*Pass CloudOptions"):
         CloudStore(f"{scheme}://bucket/a", options).create("x", b"")
 

@@ -1,11 +1,16 @@
 """URLs and options of object stores: every spelling, every setting, and no secret where it can be seen."""
 
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
 import pytest
 
 import milepost
 from milepost.store import CloudOptions, CloudStore, store_at
+from milepost.store.cloud import client
 from milepost.store.cloud.client import client_settings, doublings, store_settings
 from milepost.store.cloud.credentials import connection_settings
+from milepost.store.cloud.region import find_region
 from milepost.store.cloud.url import parse_url
 
 SPELLINGS = {
@@ -158,3 +163,41 @@ def test_time_limits_grow_with_the_data_and_after_timeouts():
     assert doublings(30, 64 << 20, 0) == 2
     assert doublings(30, 64 << 20, 1) == 3
     assert doublings(30, 64 << 20, 100) == 5
+
+
+class Redirecting(BaseHTTPRequestHandler):
+    """Answers as S3 does to those who ask at the wrong place, or may not ask."""
+
+    def do_HEAD(self):
+        status, region = {"/away": (301, "eu-west-1"), "/closed": (403, "us-west-2")}.get(self.path, (404, None))
+        self.send_response(status)
+        if region:
+            self.send_header("x-amz-bucket-region", region)
+        self.end_headers()
+
+    def log_message(self, *_args):
+        pass
+
+
+def test_the_region_of_a_bucket_is_asked_for():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Redirecting)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    where = f"http://127.0.0.1:{server.server_port}"
+    try:
+        assert find_region("away", CloudOptions(), where) == "eu-west-1"
+        assert find_region("closed", CloudOptions(), where) == "us-west-2"
+        assert find_region("absent", CloudOptions(), where) is None
+    finally:
+        server.shutdown()
+        server.server_close()
+    assert find_region("away", CloudOptions(), where) is None, "nobody is there"
+
+
+def test_the_region_is_asked_for_where_nobody_says_it(monkeypatch):
+    asked = []
+    monkeypatch.setattr(client, "find_region", lambda bucket, _options: asked.append(bucket) or "eu-west-3")
+    keys = {"AWS_ACCESS_KEY_ID": "a"}
+    assert settings_of("s3://bucket/a", keys)["region"] == "eu-west-3"
+    assert settings_of("s3://bucket/a", keys, endpoint="http://host")["region"] == "us-east-1"
+    assert settings_of("s3://bucket/a", keys, region="here")["region"] == "here"
+    assert asked == ["bucket"]

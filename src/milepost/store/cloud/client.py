@@ -23,6 +23,7 @@ from milepost.store.cloud.credentials import (
     s3_credentials,
 )
 from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.region import find_region
 from milepost.store.cloud.url import Bucket
 
 SLOWEST_BYTES_S = 1 << 20
@@ -159,8 +160,8 @@ def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
 def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
     config, provider = s3_credentials(options, env)
     region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
-    config["region"] = region or "us-east-1"
     endpoint = endpoint_of(options, env)
+    config["region"] = region or (None if endpoint else find_region(place.bucket, options)) or "us-east-1"
     path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
     if endpoint:
         endpoint = endpoint.rstrip("/")
