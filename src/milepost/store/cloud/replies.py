@@ -79,8 +79,8 @@ _BY_CODE = {
 _CODES = {code: why for why, codes in _BY_CODE.items() for code in codes.split()}
 _STATUSES = {
     301: Why.REGION, 307: Why.REGION, 401: Why.EXPIRED, 403: Why.DENIED, 404: Why.ABSENT, 408: Why.BUSY,
-    409: Why.CONFLICT, 412: Why.TAKEN, 416: Why.SHORT, 429: Why.THROTTLED, 500: Why.BUSY, 502: Why.BUSY,
-    503: Why.THROTTLED, 504: Why.BUSY,
+    409: Why.CONFLICT, 412: Why.TAKEN, 416: Why.SHORT, 429: Why.THROTTLED, 500: Why.BUSY, 501: Why.REFUSED,
+    502: Why.BUSY, 503: Why.THROTTLED, 504: Why.BUSY,
 }  # fmt: skip
 
 _NONSENSE = Refusal(Why.DAMAGED, "the reply makes no sense", may_act=True)
@@ -98,7 +98,7 @@ def understand(text: str, secrets: Iterable[str] = ()) -> Refusal:
     if _METADATA.search(text):
         return Refusal(Why.NO_CREDENTIALS, "no credentials were found")
     if deleted := _DELETE_CODE.search(text):
-        return _answered(403 if "Denied" in deleted[2] else 0, deleted[2], deleted[1], secrets)
+        return _not_deleted(deleted[2], deleted[1], secrets)
     if status := _STATUS.search(text):
         code = _XML_CODE.search(text) or _JSON_REASON.search(text)
         message = _XML_MESSAGE.search(text) or _JSON_MESSAGE.search(text)
@@ -111,13 +111,20 @@ def understand(text: str, secrets: Iterable[str] = ()) -> Refusal:
     return Refusal(Why.REFUSED, scrub(text.partition("\n\nDebug source")[0], secrets))
 
 
+def _not_deleted(code: str, message: str, secrets: Iterable[str]) -> Refusal:
+    """One of several objects was not deleted: S3 says so by a code, Azure by a status."""
+    if code.isdigit():
+        return _answered(int(code), "", message, secrets)
+    return _answered(403 if "Denied" in code else 0, code, message, secrets)
+
+
 def _answered(status: int, code: str, message: str, secrets: Iterable[str]) -> Refusal:
     words = " ".join(filter(None, [str(status or ""), code]))
-    told = scrub(message, secrets)
+    told = scrub(message, secrets).rstrip(".")
     why = _CODES.get(code) or _STATUSES.get(status) or (Why.BUSY if status >= 500 else Why.REFUSED)
     if why is Why.ABSENT and "bucket" in message.lower():
         why = Why.NO_BUCKET  # Google has no code for it
-    may_act = why is Why.BUSY or status >= 500
+    may_act = why is Why.BUSY or (status >= 500 and why is not Why.REFUSED)
     return Refusal(why, f"{words}: {told}".removesuffix(": ") if words else told, code, may_act)
 
 
@@ -127,7 +134,7 @@ def _not_connected(text: str) -> Refusal:
     if "certificate" in text.lower() or "UnknownIssuer" in text:
         return Refusal(Why.UNTRUSTED, "its certificate is not trusted")
     if "InvalidContentType" in text:
-        return Refusal(Why.UNTRUSTED, "it does not speak TLS")
+        return Refusal(Why.UNTRUSTED, "it does not speak TLS (is it http://?)")
     detail = _OS_TEXT.search(text)
     return Refusal(Why.UNREACHABLE, detail[1].lower() if detail else "no connection")
 
@@ -143,10 +150,10 @@ def _not_answered(kind: str, text: str) -> Refusal:
 
 _SENSITIVE = re.compile(
     r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*"  # the query of a URL
-    r"|\b(?:sig|signature|credential|token|secret|key|password|sas)[\w-]*\s*[=:]\s*\S+"
+    r"|\b[\w-]*(?:sig|credential|token|secret|key|password|sas)[\w-]*\s*[=:]\s*\S+"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"
     r"|\bya29\.\S+|\bBearer\s+\S+|\beyJ[\w-]{10,}\.\S+"
-    r"|[A-Za-z0-9+/]{32,}={0,2}",
+    r"|(?=[^\s'\"]*\d)[A-Za-z0-9+/_-]{20,}={0,2}",
     re.IGNORECASE,
 )
 _USER = re.compile(r"(https?://)[^/\s@]*@")
