@@ -25,7 +25,8 @@ from milepost.planning.storage import CheckpointReader
 from milepost.saving.options import SaveKeywords, make_options, one_of
 from milepost.saving.pipeline import Receipt, refuse, save_state
 from milepost.store import Location, store_at
-from milepost.store.location import required
+from milepost.store.location import required, store_to_save
+from milepost.store.spelling import shown
 
 if TYPE_CHECKING:
     import torch
@@ -75,11 +76,11 @@ def save(
     1
     """
     comm = ranks_of(process_group, timeout_s)
-    with calling(comm, Call("saving to", str(path))):
+    with calling(comm, Call("saving to", shown(path))):
         check_values({"planner": planner, "storage_writer": storage_writer})
         made, wrong = _checked(make_options, options, comm)
         if planner is None and storage_writer is None:
-            store = store_at(required(path))
+            store = store_to_save(path)
             return save_state(state, store, comm, made) if wrong is None else refuse(store, comm, wrong)
         writer = storage_writer if storage_writer is not None else writer_at(required(path), made)
         writer.reset(path)  # type: ignore[arg-type]  # a writer of the caller accepts the caller's paths
@@ -133,7 +134,7 @@ def load(
     {'step': 1}
     """
     comm = ranks_of(process_group, timeout_s)
-    with calling(comm, Call("loading", str(path))):
+    with calling(comm, Call("loading", shown(path))):
         check_values({"planner": planner, "storage_reader": storage_reader})
         made, wrong = _checked(make_load_options, options, comm)
         if planner is None and storage_reader is None:
@@ -167,7 +168,7 @@ def explain(
     {'epoch': (0,)}
     """
     comm = ranks_of(process_group, timeout_s)
-    with calling(comm, Call("explaining", str(path))):
+    with calling(comm, Call("explaining", shown(path))):
         made, wrong = _checked(make_explain_options, options, comm)
         store = store_at(path)
         if wrong is not None:

@@ -11,9 +11,9 @@ import pytest
 
 import milepost
 from faults.netfs import NetworkFiles, why_not
-from milepost.dcp._engine.fsspec_store import FsspecStore
 from milepost.store import CloudStore, LocalStore, MemoryStore, Within, store_at
 from milepost.store.base import CLAIM
+from milepost.store.fsspec_store import FsspecStore
 from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 from tests.dcp.file_systems import Moving

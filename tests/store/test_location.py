@@ -39,6 +39,37 @@ def test_paths_are_bytes_objects_and_home_folders(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["runs"], "no folder named ~"
 
 
+class Universal:
+    """A path as universal_pathlib has it: no `__fspath__`, and a URL as its text."""
+
+    def __init__(self, url, **options):
+        self.protocol, self.url_, self.storage_options = url.partition("://")[0], url, options
+
+    def __str__(self):
+        return self.url_
+
+
+def test_urls_are_spelled_in_many_ways(tmp_path):
+    milepost.save({"n": 1}, tmp_path / "a")
+    here = f"file://{tmp_path}/a"
+    for url in (here, here + "/", here.encode(), Spelled(here), Spelled(here.encode()), type("Text", (str,), {})(here)):
+        assert milepost.open(url)["n"] == 1, url
+    assert store_at("HTTPS://host/a/").url == store_at(Universal("https://host/a")).url == "https://host/a"
+    with pytest.raises(milepost.InvalidRequest, match="storage options"):
+        store_at(Universal("https://me:secret@host/a", token="secret"))
+    for lost in (
+        "s3:/bucket/x",
+        Path("s3://bucket/x"),
+        b"s3:/bucket/x",
+        Path("gs://b/x"),
+        "https:/host/x",
+        Path("hf://a/b"),
+    ):
+        with pytest.raises(milepost.InvalidRequest, match=r"two slashes|string.*://"):
+            store_at(lost)
+    assert store_at("./s3:/bucket/x").url.endswith("/s3:/bucket/x")
+
+
 def test_places_that_mean_nothing_are_refused(monkeypatch):
     empty = ["", b"", Spelled(""), Spelled(b""), b"a\0b", Spelled("a\0b"), Spelled(7), None, 7, ["a"]]
     for bad in [*empty, "~nobody-of-this-name/a", Path("~nobody-of-this-name"), "file://~/a"]:

@@ -23,8 +23,9 @@ from milepost.planning.route import GlobalPlanner, LocalPlanner, NoPlanner, igno
 from milepost.planning.route_run import save_with_planner, writer_at
 from milepost.saving.options import SaveKeywords, SaveOptions, make_options, one_of
 from milepost.saving.pipeline import Receipt
-from milepost.store import Location, store_at
-from milepost.store.location import required
+from milepost.store import Location
+from milepost.store.location import required, store_to_save
+from milepost.store.spelling import shown
 
 _log = logging.getLogger("milepost")
 
@@ -215,7 +216,7 @@ def begin_save(engine: SaveEngine, ticket: Ticket, request: SaveRequest, options
     optimizers = [] if given is None else list(given) if isinstance(given, Sequence) else [given]
     call = _SaveCall(request.state, request.path, made, way, optimizers, request.then, wrong)
     if request.planner is None and request.storage_writer is None:
-        work = SaveWork(store_at(required(call.path)), made, describing(call.state, made), call.then)
+        work = SaveWork(store_to_save(call.path), made, describing(call.state, made), call.then)
         return engine.begin(ticket, work, way, optimizers, refused=wrong)
     return _save_with(engine, ticket, call, request, options)
 
@@ -257,7 +258,7 @@ def _save_planned(
         after_commit(comm, receipt.url, then)
         return receipt
 
-    place = str(path) if path is not None else place_of(chosen.writer)
+    place = shown(path) if path is not None else place_of(chosen.writer)
     return engine.begin_copied(ticket, place, lambda: copied_state(state), write, refused=call.wrong)
 
 

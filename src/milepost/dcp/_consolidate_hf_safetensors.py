@@ -11,7 +11,7 @@ from milepost.core.box import Box
 from milepost.core.shardfile import NewEntry
 from milepost.data.late import LateBox
 from milepost.data.transfer import Meter, Transfer
-from milepost.dcp._engine.hf_names import SUFFIX, gen_file_name
+from milepost.dcp._engine.hf_names import SUFFIX, gen_file_name, local_path
 from milepost.dcp._engine.lent import lend
 from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.formats.read.huggingface import SHARDED, read_files
@@ -64,14 +64,16 @@ def _consolidate(source: str, target: str, numbers: dict[str, int], threads: int
 
     try:
         meter = Meter("save", target)
-        write_together(FolderAttempt(Path(os.path.abspath(target)), comm, transfer, overwrite=True), plan, meter)
+        write_together(
+            FolderAttempt(Path(os.path.abspath(local_path(target))), comm, transfer, overwrite=True), plan, meter
+        )
     finally:
         for reader in readers:
             reader.close()
 
 
 def _found(source: str) -> Foreign:
-    store = LocalStore(source)
+    store = LocalStore(local_path(source))
     names = [name for name in store.list("") if "/" not in name and name.endswith(SUFFIX)]
     shards = [name for name in names if SHARDED.fullmatch(name)]  # beside them may lie what was made of them before
     if not names:

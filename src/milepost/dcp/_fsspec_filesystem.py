@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from milepost.data.transforms import StreamTransformExtension
-from milepost.dcp._engine.fsspec_store import fsspec_module, store_by_fsspec
 from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemBase, FileSystemReader, FileSystemWriter, SerializationFormat
 from milepost.errors import InvalidRequest
+from milepost.store.fsspec_store import fsspec_module, store_by_fsspec
 
 __all__ = ["FsspecReader", "FsspecWriter"]
 
@@ -60,7 +60,7 @@ class FileSystem(FileSystemBase):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether fsspec has a file system for this path or URL. Raises ImportError if that needs another package."""
-        if isinstance(checkpoint_id, Path):
+        if isinstance(checkpoint_id, Path) or os.fspath(checkpoint_id).startswith(("http://", "https://")):
             return False
         try:
             fsspec_module().core.url_to_fs(os.fspath(checkpoint_id))
@@ -87,7 +87,9 @@ class _AtFsspec:
     def _connect(self, path: str | os.PathLike[str], options: dict[str, Any]) -> None:
         self._options = options
         self.fs = FileSystem()
-        self.path = self.fs.init_path(path, **options)
+        self.path = path
+        with suppress(ImportError):  # fsspec's own client for an object store is not needed
+            self.fs.init_path(path, **options)
 
     def reset(self, checkpoint_id: Any = None) -> None:
         """Begin a new save or load."""

@@ -6,6 +6,9 @@ from typing import Any
 
 from milepost.dcp._engine.lent import lend
 from milepost.dcp.filesystem import FileSystemReader, FileSystemWriter
+from milepost.errors import InvalidRequest
+from milepost.store import store_at
+from milepost.store.read_only import refuse_read_only
 
 
 def reset_to(storage: Any, checkpoint_id: str | os.PathLike[str] | None) -> Any:
@@ -35,10 +38,21 @@ def storage_setup(storage: Any, checkpoint_id: str | os.PathLike[str] | None, re
         found = target(checkpoint_id)
         found.reset(checkpoint_id)
         return found
+    if not reader:
+        missing = _why_not(checkpoint_id) or missing
     raise RuntimeError(
         "Cannot detect which StorageReader or StorageWriter to use. "
         f"Please specify the storage_reader/storage_writer for {checkpoint_id!r}.{missing}"
     )
+
+
+def _why_not(checkpoint_id: Any) -> str:
+    """Why a place is refused that is only read; empty for others."""
+    try:
+        refuse_read_only(store_at(checkpoint_id))
+    except InvalidRequest as error:
+        return f" {error}"
+    return ""
 
 
 def _candidates(reader: bool) -> Iterator[Any]:

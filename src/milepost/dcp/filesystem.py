@@ -39,6 +39,7 @@ from milepost.planning.torch_records import ours, theirs
 from milepost.planning.value_bytes import ValueIO
 from milepost.state.values import Codec
 from milepost.store import Location
+from milepost.store.spelling import spelled
 
 __all__ = ["FileSystem", "FileSystemBase", "FileSystemReader", "FileSystemWriter", "SerializationFormat"]
 
@@ -47,10 +48,11 @@ CURRENT_DCP_VERSION = str(VERSION)
 
 
 def _path(where: Location) -> Any:
-    """A path as a Path, as DCP has it; anything else as it is."""
-    if isinstance(where, (bytes, os.PathLike)):
-        return Path(os.fsdecode(where))
-    return Path(where) if isinstance(where, str) and "://" not in where else where
+    """A path as a Path, as DCP has it; a URL as a string; anything else as it is."""
+    if not isinstance(where, (str, bytes, os.PathLike)):
+        return where
+    text = spelled(where)
+    return text if "://" in text else Path(text)
 
 
 class FileSystemWriter(storage.CheckpointWriter, BlockingAsyncStager):

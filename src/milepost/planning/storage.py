@@ -44,6 +44,7 @@ from milepost.planning.value_bytes import ValueIO
 from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.tensors import bytes_of, dtype_name, new_tensor, torch_dtype
 from milepost.store import Location, Store, store_at
+from milepost.store.location import store_to_save
 
 _AT_ONCE_BYTES = 256 << 20
 _TRANSFORMED_BYTES = 4 << 20
@@ -102,7 +103,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
         transfer: Transfer | None = None,
         progress: Watcher | None = None,
     ) -> None:
-        self.store = store_at(path)
+        self.store = store_to_save(path)
         self.overwrite, self.metadata, self.progress = overwrite, dict(metadata or {}), progress
         self.transforms = tuple(transforms)
         self.transfer = (transfer or Transfer()).within(host_memory_bytes)
@@ -112,6 +113,15 @@ class CheckpointWriter(_AtStore, StorageWriter):
         self._goal: Goal | None = None
         self._is_coordinator = False
         self._in_torch: Any = None
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Location) -> bool:
+        """Whether a checkpoint can be saved at this place."""
+        try:
+            store_to_save(checkpoint_id)
+        except (CheckpointError, TypeError):
+            return False
+        return True
 
     def __getstate__(self) -> dict[str, Any]:
         """What travels to another process: where and how to write, and nothing of a save under way."""
@@ -123,7 +133,7 @@ class CheckpointWriter(_AtStore, StorageWriter):
     def reset(self, checkpoint_id: Location | None = None) -> None:
         """Begin a new save."""
         if checkpoint_id is not None and checkpoint_id != "":
-            self.store = store_at(checkpoint_id)
+            self.store = store_to_save(checkpoint_id)
         self.save_id, self._goal = str(uuid.uuid4()), None
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

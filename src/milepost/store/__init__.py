@@ -1,8 +1,10 @@
-"""Stores: bytes by name. `Store` is the port; local folders, memory and object stores are behind it."""
+"""Stores: bytes by name. `Store` is the port; folders, memory, object stores, and places that are only read."""
 
 from milepost.store.base import Reader, Store, Traits, Writer
 from milepost.store.cloud import CloudOptions, CloudStore
+from milepost.store.fsspec_store import FsspecView
 from milepost.store.generation import AtGeneration
+from milepost.store.http import HttpStore
 from milepost.store.local import LocalStore
 from milepost.store.location import Location, store_at
 from milepost.store.memory import MemoryStore
@@ -12,6 +14,8 @@ __all__ = [
     "AtGeneration",
     "CloudOptions",
     "CloudStore",
+    "FsspecView",
+    "HttpStore",
     "LocalStore",
     "Location",
     "MemoryStore",

@@ -1,15 +1,15 @@
 """One generation of a checkpoint as a store of its own, for those who want another one than the newest."""
 
 from collections.abc import Iterator
-from typing import NoReturn
 
 from milepost.core.manifest import intended_generation, manifest_name
 from milepost.errors import InvalidRequest
-from milepost.store.base import Buffer, Reader, Traits, check_name, top_names
+from milepost.store.base import Reader, Traits, check_name
 from milepost.store.location import Location, store_at
+from milepost.store.read_only import ReadOnlyStore
 
 
-class AtGeneration:
+class AtGeneration(ReadOnlyStore):
     """The place `path` as it was at one generation: pass it wherever a path to read from is taken. It is read-only.
 
     A save removes older generations once it has committed, so there is usually one. Where the newest is damaged and the
@@ -44,26 +44,11 @@ class AtGeneration:
 
     def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names of this generation that start with `prefix`."""
-        found = filter(self._has, self.inner.list(prefix))
-        return top_names(found, prefix) if shallow else found
+        found = self.inner.list(prefix, shallow=shallow)
+        return (name for name in found if name == "data/" or self._has(name.removesuffix("/")))
 
-    def create(self, name: str, *data: Buffer) -> NoReturn:
-        """Raises InvalidRequest: it is read-only."""
-        del name, data
-        self._refuse()
-
-    def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> NoReturn:
-        """Raises InvalidRequest: it is read-only."""
-        del name, size_bytes, direct
-        self._refuse()
-
-    def delete(self, *names: str, durable: bool = False) -> NoReturn:
-        """Raises InvalidRequest: it is read-only."""
-        del names, durable
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise InvalidRequest(f"generation {self.generation} of {self.url} is only read; save to the path itself")
+    def _why_not(self) -> str:
+        return f"generation {self.generation} of {self.url} is only read; save to the path itself"
 
     def _has(self, name: str) -> bool:
         parts = check_name(name)

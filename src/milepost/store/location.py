@@ -1,18 +1,24 @@
-"""From what the user writes to a store: a path, the URL of a file, memory or object store, or a store itself.
+"""From what the user writes to a store: a path, a URL, or a store itself.
 
-A path is a `str`, `bytes`, or an object with `__fspath__`. `~` and `~name` at its start are home folders, as in a
-shell. A relative path starts at the working folder of the process. In a URL, `~` is a character like any other.
+A path or URL is a `str`, `bytes`, or an object with `__fspath__`. `~` and `~name` at the start of a path are home
+folders, as in a shell. A relative path starts at the working folder of the process. In a URL, `~` is a character like
+any other. `milepost.store.spelling` has the first step, from what was passed to one string.
 """
 
 import os
+from typing import cast
 from urllib.parse import unquote
 
 from milepost.errors import InvalidRequest
 from milepost.store.base import Store
 from milepost.store.cloud.store import CloudStore
 from milepost.store.cloud.url import PROVIDERS
+from milepost.store.fsspec_store import view_by_fsspec
+from milepost.store.http import HttpStore
 from milepost.store.local import LocalStore
 from milepost.store.memory import MemoryStore
+from milepost.store.read_only import refuse_read_only
+from milepost.store.spelling import no_place, spelled
 
 Location = str | bytes | os.PathLike[str] | os.PathLike[bytes] | Store
 
@@ -29,20 +35,17 @@ def store_at(path: Location) -> Store:
     >>> milepost.store.store_at("file:///data/runs/a").url, milepost.store.store_at(b"/data/runs/a/").url
     ('/data/runs/a', '/data/runs/a')
     """
-    if isinstance(path, (bytes, os.PathLike)):
-        return _in_folder(_spelled(path))
-    if not isinstance(path, str):
-        if all(hasattr(path, verb) for verb in _VERBS):
-            # Not isinstance: that would not see the methods that a wrapper forwards to another store.
-            return path
-        raise _no_place(path)
+    if all(hasattr(path, verb) for verb in _VERBS):
+        # Not isinstance: that would not see the methods that a wrapper forwards to another store.
+        return cast("Store", path)
+    path = spelled(path)
     scheme, separator, rest = path.partition("://")
-    if not separator:
-        return _in_folder(path)
+    return _at_url(scheme.lower(), rest, path) if separator else _in_folder(path)
+
+
+def _at_url(scheme: str, rest: str, path: str) -> Store:
     if scheme == "memory":
         return _MEMORY.setdefault(rest.strip("/"), MemoryStore(path.rstrip("/")))
-    if scheme in PROVIDERS:
-        return CloudStore(path)
     if scheme == "file":
         # All of it is the path, `?` and `#` too: two places must not become one.
         host, slash, inside = rest.partition("/")
@@ -50,10 +53,18 @@ def store_at(path: Location) -> Store:
             what = "no URL names a home folder" if host.startswith("~") else f"it names the host {host!r}"
             raise InvalidRequest(f"{path!r}: {what}; a file URL has three slashes and the whole path: file:///path")
         return _in_folder(unquote(f"/{inside}", errors="surrogateescape"))
-    raise InvalidRequest(
-        f"{path!r} is not a path, and no URL of a known kind (file, memory, {', '.join(PROVIDERS)}); "
-        "pass a Store object for other places"
-    )
+    if scheme in PROVIDERS:
+        return CloudStore(f"{scheme}://{rest}")
+    if scheme in ("http", "https"):
+        return HttpStore(path)
+    return view_by_fsspec(path)
+
+
+def store_to_save(path: Location | None) -> Store:
+    """The store at this place, for a save. Raises InvalidRequest if there is none, or if it is only read."""
+    store = store_at(required(path))
+    refuse_read_only(store)
+    return store
 
 
 def required(path: Location | None) -> Location:
@@ -61,17 +72,6 @@ def required(path: Location | None) -> Location:
     if path is None:
         raise InvalidRequest("say where: a path, a URL or a Store")
     return path
-
-
-def _no_place(path: object) -> InvalidRequest:
-    return InvalidRequest(f"a checkpoint's place is a path, a URL or a Store, not {path!r}")
-
-
-def _spelled(path: bytes | os.PathLike[str] | os.PathLike[bytes]) -> str:
-    try:
-        return os.fsdecode(path)
-    except TypeError:  # its `__fspath__` gives something else
-        raise _no_place(path) from None
 
 
 def _at_home(path: str) -> str:
@@ -90,7 +90,7 @@ def _at_home(path: str) -> str:
 
 def _in_folder(path: str) -> LocalStore:
     if not path:
-        raise _no_place(path)
+        raise no_place(path)
     try:
         if b"\0" in os.fsencode(path):
             raise InvalidRequest(f"{path!r} is not a path: it holds a null character")

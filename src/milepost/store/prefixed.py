@@ -50,6 +50,10 @@ class Within:
         """Remove these objects, if they are there; `durable`: return once a power loss cannot bring them back."""
         self.inner.delete(*map(self._outer, names), durable=durable)
 
+    def parent(self) -> tuple[Store, str]:
+        """The inner store, and the name of this place in it."""
+        return self.inner, self.prefix
+
     def _outer(self, name: str) -> str:
         try:
             check_name(name)

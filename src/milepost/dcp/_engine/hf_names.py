@@ -1,8 +1,13 @@
 """Names of files and notes in Hugging Face folders, as DCP spells them, and where a box of a tensor is in them."""
 
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+
+from milepost.errors import InvalidRequest
+from milepost.store.spelling import spelled, without_secrets
 
 FILE_NAME = "model-{cpt_idx}-of-{num_files}"
 SHARDED_FILE_NAME = "shard-{shard_idx}-model-{cpt_idx}-of-{num_files}"
@@ -21,6 +26,17 @@ class HFStorageInfo:
     relative_path: str
     shape: torch.Size
     dtype: torch.dtype
+
+
+def local_path(path: Any) -> Path:
+    """The folder of Hugging Face files. Raises InvalidRequest for a URL: pathlib would take it for a folder here."""
+    text = spelled(path)
+    if "://" in text:
+        raise InvalidRequest(
+            f"Hugging Face storage of milepost.dcp is a folder on a file system, not {without_secrets(text)}. To read "
+            "it there, use milepost.load or milepost.convert; to write, save to a folder and copy it"
+        )
+    return Path(text)
 
 
 def gen_file_name(index: int, largest_index: int, shard_index: int | None = None) -> str:

@@ -21,7 +21,7 @@ from milepost.core.box import Box
 from milepost.core.layout import Boxes, Held
 from milepost.core.shardfile import Entry
 from milepost.data.transfer import Meter, run_all
-from milepost.dcp._engine.hf_names import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, HFStorageInfo
+from milepost.dcp._engine.hf_names import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, HFStorageInfo, local_path
 from milepost.dcp.filesystem import FileSystem
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, InvalidState, UnsafeCheckpoint
 from milepost.formats.read.huggingface import INDEX, LABEL, MAX_INDEX_BYTES, check_one_save, type_of
@@ -51,7 +51,7 @@ class HuggingFaceStorageReader(StorageReader):
 
     def __init__(self, path: str, thread_count: int = 1) -> None:
         self.fs = FileSystem()
-        self.path: Path = Path(path)
+        self.path: Path = local_path(path)
         self.thread_count = thread_count
         self.load_id = str(uuid.uuid4())
         self.storage_data: dict[MetadataIndex, HFStorageInfo] = {}
@@ -69,7 +69,7 @@ class HuggingFaceStorageReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Begin a new load."""
         if checkpoint_id:
-            self.path = Path(checkpoint_id)
+            self.path = local_path(checkpoint_id)
         self.storage_data, self.load_id = {}, str(uuid.uuid4())
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -29,6 +29,7 @@ from milepost.dcp._engine.hf_names import (
     SAVED_OFFSETS_KEY,
     SHARDED_DIR_NAME,
     gen_file_name,
+    local_path,
 )
 from milepost.dcp._engine.stagers import BlockingAsyncStager
 from milepost.dcp.filesystem import FileSystem, SerializationFormat
@@ -82,7 +83,7 @@ class HuggingFaceStorageWriter(StorageWriter, BlockingAsyncStager):
         self._ranks = 1
 
     def _place(self, path: str | os.PathLike[str]) -> None:
-        self.path: Path = Path(path)
+        self.path: Path = local_path(path)
         if self.enable_consolidation:
             self.consolidated_output_path, self.path = str(self.path), self.path / SHARDED_DIR_NAME
 

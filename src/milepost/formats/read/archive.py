@@ -11,13 +11,14 @@ import msgspec
 from milepost.core.limits import KIB, MAX_ENTRIES, MIB
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint, UnsupportedFormat
-from milepost.store import Reader
+from milepost.store import Reader, Store
 
 Read = Callable[[int, int], bytes]
 MAX_PICKLE_BYTES = 256 * MIB
 _MAX_DIRECTORY_BYTES = 256 * MIB
 _TAIL_BYTES = 1024
 _WINDOW_BYTES = 16 * KIB
+_LONG_WINDOW_BYTES = MIB
 _END = struct.Struct("<4s4H2LH")
 _END64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR = struct.Struct("<4sLQL")
@@ -37,23 +38,29 @@ class ArchiveMember(msgspec.Struct, frozen=True, gc=False):
 
 
 class Window:
-    """Small reads of one object, through a window of a few pages: neighbours are read together."""
+    """Small reads of one object, through two windows: neighbours are read together.
 
-    def __init__(self, reader: Reader) -> None:
+    Two, because the directory of an archive stands at its end, and the headers that it leads to before that. They are a
+    few pages long, and longer in a store where each read is a request that takes its time.
+    """
+
+    def __init__(self, reader: Reader, store: Store) -> None:
         self._reader = reader
-        self._kept = (0, b"")  # one object, so that threads see both or neither
+        self._bytes = min(store.traits.range_bytes, _LONG_WINDOW_BYTES) or _WINDOW_BYTES
+        self._kept: tuple[tuple[int, bytes], ...] = ()  # one object, so that threads see all of it or nothing
 
     def __call__(self, start: int, length: int) -> bytes:
         """Bytes start..start+length; the caller has checked that they are there."""
-        first, data = self._kept
-        at = start - first
-        if at < 0 or at + length > len(data):
-            size = min(max(length, _WINDOW_BYTES), self._reader.size_bytes - start)
-            data, at = read_bytes(self._reader, start, size), 0
-            if length > _WINDOW_BYTES:
-                return data
-            self._kept = (start, data)
-        return data[at : at + length]
+        kept = self._kept
+        for first, data in kept:
+            at = start - first
+            if at >= 0 and at + length <= len(data):
+                return data[at : at + length]
+        data = read_bytes(self._reader, start, min(max(length, self._bytes), self._reader.size_bytes - start))
+        if length > self._bytes:
+            return data
+        self._kept = ((start, data), *kept[:1])
+        return data[:length]
 
 
 class Archive:

@@ -138,7 +138,7 @@ class _Values:
                 reader = self._store.reader(name)
             except FileNotFoundError:
                 raise CheckpointDamaged(f"{self._store.url}/{name} is missing") from None
-            self._open = (name, reader, Window(reader))
+            self._open = (name, reader, Window(reader, self._store))
         _, reader, window = self._open
         if item.offset + item.length > reader.size_bytes:
             raise CheckpointDamaged(f"{self._store.url}/{name} ends before {what} does")

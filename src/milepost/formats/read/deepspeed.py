@@ -62,7 +62,9 @@ def read_deepspeed(store: Store, names: set[str]) -> ForeignState | None:
     prefix = "" if is_deepspeed(names) else _latest(store, names)
     if prefix is None:
         return None
-    inside = {name.removeprefix(prefix) for name in islice(store.list(prefix), _MAX_NAMES)}
+    inside = {name.removeprefix(prefix) for name in islice(store.list(prefix, shallow=True), _MAX_NAMES)}
+    if _UNIVERSAL in inside:
+        inside |= {name.removeprefix(prefix) for name in islice(store.list(prefix + _UNIVERSAL), _MAX_NAMES)}
     if not is_deepspeed(inside):
         return None
     folder = _Folder(store, prefix, inside)
@@ -186,7 +188,7 @@ class _Folder:
         except FileNotFoundError:
             raise CheckpointDamaged(f"{what} is missing") from None
         self._open_files.callback(reader.close)
-        archive = Archive(Window(reader), 0, reader.size_bytes, what)
+        archive = Archive(Window(reader, self._store), 0, reader.size_bytes, what)
         content = read_content(archive, what)
         self._files.append((self._prefix + name, reader.size_bytes))
         self._archives.append(archive)

@@ -43,7 +43,7 @@ class ForeignFile(VerifiedFile):
             self._raw = open_file()
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} is missing") from None
-        self._window = Window(self._raw)
+        self._window = Window(self._raw, store)
         self._slots = {slot.name: slot for slot in slots}
         self._checks = Sums()
         self._spots: dict[str, Spot] = {}

@@ -5,13 +5,13 @@ from itertools import islice
 
 from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
-from milepost.errors import CheckpointNotFound, UnsupportedFormat
+from milepost.errors import CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
 from milepost.formats.read.deepspeed import is_deepspeed, read_deepspeed
 from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder, read_one_file
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
-from milepost.store import LocalStore, Store
+from milepost.store import HttpStore, LocalStore, Store
 
 _MAX_NAMES = 100_000
 
@@ -24,7 +24,27 @@ def recognise(store: Store) -> Foreign | None:
         store = LocalStore(path.parent)
         return virtual(store, _read_file(store, path.name))
     found = _read_folder(store)
-    return None if found is None else virtual(store, found)
+    if found is not None:
+        return virtual(store, found)
+    around = _around(store)
+    if around is not None:
+        return virtual(around[0], _read_file(*around))
+    if isinstance(store, HttpStore):
+        raise CheckpointNotFound(store.not_found())
+    return None
+
+
+def _around(store: Store) -> tuple[Store, str] | None:
+    """The folder and the name of the file that a URL names; None where there is no such file."""
+    parent = getattr(store, "parent", None)  # no verb of the port: a store has it where it lies in another one
+    around: tuple[Store, str] | None = parent() if callable(parent) else None
+    if around is None:
+        return None
+    try:
+        around[0].reader(around[1]).close()
+    except (FileNotFoundError, UnsafeCheckpoint):
+        return None
+    return around
 
 
 def _read_folder(store: Store) -> ForeignState | None:
@@ -54,7 +74,11 @@ def _read_folder(store: Store) -> ForeignState | None:
 
 def looks_foreign(store: Store) -> bool:
     """Whether this place looks like a whole checkpoint of another library, by its names. Nothing is opened."""
-    names = _names(store)
+    return names_look_foreign(_names(store))
+
+
+def names_look_foreign(names: set[str]) -> bool:
+    """Whether the names of files at the top of a place look like a whole checkpoint of another library."""
     files = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     alone = bool(files) and not any(map(NUMBERED.fullmatch, files))
@@ -63,13 +87,7 @@ def looks_foreign(store: Store) -> bool:
 
 def _names(store: Store) -> set[str]:
     """The names at the top of the store, without those in folders."""
-    names = set()
-    for name in islice(store.list(""), _MAX_NAMES):
-        if "/" not in name:
-            names.add(name)
-        elif isinstance(store, LocalStore):
-            break  # it lists the top first
-    return names
+    return {name for name in islice(store.list("", shallow=True), _MAX_NAMES) if "/" not in name}
 
 
 def _read_file(store: Store, name: str) -> ForeignState:

@@ -26,7 +26,7 @@ def read_torch_file(store: Store, name: str) -> ForeignState:
     """What `torch.save` put into a file. Raises CheckpointDamaged or UnsupportedFormat."""
     what = f"{store.url}/{name}"
     with contextlib.closing(store.reader(name)) as reader:
-        archive = Archive(Window(reader), 0, reader.size_bytes, what)
+        archive = Archive(Window(reader, store), 0, reader.size_bytes, what)
         content = read_content(archive, what)
         size = archive.records[f"{archive.prefix}data.pkl"].size_bytes
         digest = xxhash.xxh3_64_digest(repr((reader.size_bytes, sorted(archive.records.items()))).encode())

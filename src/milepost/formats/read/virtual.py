@@ -5,6 +5,7 @@ same rules as a state that is saved or loaded, so that keys, values and containe
 """
 
 import base64
+import contextlib
 import io
 import pickle  # only to write what `allow_pickle` lets torch load; nothing is unpickled here
 from collections import defaultdict
@@ -21,12 +22,13 @@ from milepost.core.manifest import Manifest, ShardFile, Tensor, Value
 from milepost.core.shardfile import entry_name
 from milepost.core.tree import Flat, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.core.versions import set_versions, versions_of
+from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, InvalidState, UnsafeCheckpoint
 from milepost.formats.read.files import ForeignFiles
 from milepost.formats.read.pickle_machine import Opaque
 from milepost.formats.read.spots import FileEntry, Item, Spot
 from milepost.state.values import Codec
-from milepost.store import Reader, Store
+from milepost.store import Reader, Store, store_at
 
 _SLACK = 100_000
 _SLACK_LETTERS = 16 * MIB
@@ -236,11 +238,20 @@ def rescue_from_file(name: str, path: Path) -> bytes:
     return pickle.dumps(_PickledCall(unpickled, (name, path)))
 
 
+def _whole(url: str) -> bytes:
+    """The bytes of a file at a URL, with the credentials of the environment."""
+    folder, _, name = url.rpartition("/")
+    with contextlib.closing(store_at(folder).reader(name)) as reader:
+        return read_bytes(reader, 0, reader.size_bytes)
+
+
 def unpickled(archive: bytes | str, path: Path) -> Any:
     """The value at `path` in an archive. Runs the pickle in it: only for callers who allowed that."""
     import torch  # noqa: PLC0415
 
-    source = io.BytesIO(archive) if isinstance(archive, bytes) else archive
+    source: Any = io.BytesIO(archive) if isinstance(archive, bytes) else archive
+    if isinstance(source, str) and "://" in source:
+        source = io.BytesIO(_whole(source))
     value = torch.load(source, map_location="cpu", weights_only=False)
     for part in path:
         value = value[part]

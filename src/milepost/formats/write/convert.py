@@ -32,6 +32,7 @@ from milepost.saving.options import one_of
 from milepost.state.tensors import refuse_fake_mode
 from milepost.state.values import Codec
 from milepost.store import LocalStore, Location, Store, store_at
+from milepost.store.read_only import refuse_read_only
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -101,6 +102,7 @@ def convert(
         Codec(kinds, allow_pickle)
         if to != "milepost":
             local_folder(store, to)
+        refuse_read_only(store)
         return within(transfer, host_memory_bytes)
 
     with calling(comm, Call("converting to", store.url)) as call:
@@ -135,7 +137,8 @@ def local_folder(store: Store, to: str) -> Path:
     """The path behind a store. Raises InvalidRequest where it is no file system."""
     if not isinstance(store, LocalStore):
         raise InvalidRequest(
-            f"{to} is written to a path, not to {store.url}: its files are written in place by all ranks"
+            f"{to} is written to a path, not to {store.url}: its files are written in place by all ranks. Convert to a "
+            "folder, and copy that (the index last); the other way round, every format is read at a URL"
         )
     return store.root
 

@@ -9,6 +9,7 @@ import os
 import threading
 from collections.abc import Mapping
 from datetime import timedelta
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -100,6 +101,11 @@ def _settings_problem(url: str, error: Exception, secrets: list[str]) -> Invalid
     for secret in secrets:
         words = words.replace(secret, "...") if len(secret) > 3 else words
     return InvalidRequest(f"{url}: the settings of the object store are wrong: {' '.join(words.split())[:300]}")
+
+
+def has_obstore() -> bool:
+    """Whether obstore is installed."""
+    return find_spec("obstore") is not None
 
 
 def _obstore() -> Any:

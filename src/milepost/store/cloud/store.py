@@ -62,6 +62,12 @@ class CloudStore:
         """Objects of 64 MiB, ranges of 8 MiB, listings that are current."""
         return Traits(PART_BYTES, RANGE_BYTES, self.options.requests, is_current=True)
 
+    def parent(self) -> "tuple[CloudStore, str] | None":
+        """The place around this one, and the name of this one in it; None at the top of a bucket."""
+        above, _, name = self._place.root.rpartition("/")
+        around = f"{self._place.scheme}://{self._place.host}/{above}"
+        return (CloudStore(around, self.options), name) if name else None
+
     def create(self, name: str, *data: Buffer) -> None:
         """Write an object by one request. Raises AlreadyExists if the name is taken, maybe by an attempt of this call.
 

@@ -14,45 +14,136 @@ import os
 import secrets
 import tempfile
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
+from milepost.core.limits import MIB
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
-from milepost.store import LocalStore, Store
-from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
+from milepost.store.base import FILES, Buffer, Store, Traits, check_name
+from milepost.store.cloud.client import has_obstore
+from milepost.store.cloud.store import CloudStore
+from milepost.store.cloud.url import PROVIDERS
+from milepost.store.local import LocalStore
+from milepost.store.read_only import ReadOnlyStore
+from milepost.store.spelling import without_secrets
 
 
-def fsspec_module() -> Any:
+def fsspec_module(why: str = "storage by fsspec needs the package fsspec") -> Any:
     """The module fsspec. Raises InvalidRequest, saying what to install."""
     try:
         import fsspec  # noqa: PLC0415  # not a requirement of Milepost
     except ImportError:
-        raise InvalidRequest("storage by fsspec needs the package fsspec: pip install fsspec") from None
+        raise InvalidRequest(f"{why}: pip install fsspec") from None
     return fsspec
 
 
 def store_by_fsspec(path: str | os.PathLike[str], **options: Any) -> Store:
-    """The store at a path or URL of fsspec. `options` are those of the file system."""
-    store = FsspecStore(os.fspath(path), options)
+    """The store at a path or URL of fsspec. `options` are those of the file system.
+
+    Object stores are Milepost's own, with all its promises, unless fsspec has settings for them.
+    """
+    text = os.fspath(path)
+    scheme = text.partition("://")[0]
+    if scheme in PROVIDERS and not options and not fsspec_module().config.conf.get(scheme) and has_obstore():
+        return CloudStore(text)
+    store = FsspecStore(text, options)
     root = store.local_root
     return store if root is None else LocalStore(root)
+
+
+def view_by_fsspec(url: str) -> Store:
+    """The place at a URL of fsspec, for reading; nothing is connected yet. Raises InvalidRequest for an unknown one."""
+    shown = without_secrets(url)
+    scheme = url.partition("://")[0].partition("::")[0]
+    fsspec = fsspec_module(f"{shown} is read through fsspec, which is not installed (or is it misspelled?)")
+    try:
+        kind = fsspec.get_filesystem_class(scheme)
+    except ImportError as error:  # fsspec knows it, and says which package is missing
+        raise InvalidRequest(f"{shown!r} cannot be read yet: {error}") from error
+    except ValueError:
+        raise InvalidRequest(
+            f"{shown!r}: there is no kind of place called {scheme!r}. Pass a path, a URL of a kind that "
+            "milepost.store.store_at names, or a Store object"
+        ) from None
+    protocols = (kind.protocol,) if isinstance(kind.protocol, str) else tuple(kind.protocol)
+    return store_by_fsspec(url) if "file" in protocols else FsspecView(url)
+
+
+class FsspecView(ReadOnlyStore):
+    """The folder at a URL that fsspec knows (`hf://`, `sftp://`, `github://`, ...), for reading. Can be pickled.
+
+    >>> import fsspec
+    >>> _ = fsspec.filesystem("memory").pipe("/hub/model/notes.txt", b"text")
+    >>> list(milepost.store.FsspecView("memory://hub/model").list(""))
+    ['notes.txt']
+    """
+
+    def __init__(self, url: str) -> None:
+        self._given, self._url = url.rstrip("/"), without_secrets(url.rstrip("/"))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FsspecView, (self._given,)
+
+    def __repr__(self) -> str:
+        return f"FsspecView({self._url!r})"
+
+    @cached_property
+    def _files(self) -> "FsspecStore":
+        try:
+            return FsspecStore(self._given)
+        except CheckpointError:
+            raise
+        except Exception as error:  # each client of fsspec has errors of its own
+            raise StorageError(f"cannot connect to {self._url}: {type(error).__name__}: {error}") from error
+
+    @property
+    def url(self) -> str:
+        """Where this is, for messages: without password and query."""
+        return self._url
+
+    @property
+    def traits(self) -> Traits:
+        """Long ranges."""
+        return Traits(range_bytes=8 * MIB)
+
+    def parent(self) -> "tuple[FsspecView, str] | None":
+        """The folder around this place, and the name of this place in it; None at the top."""
+        above, _, name = self._given.rpartition("/")
+        return None if above.endswith((":/", ":")) or not name else (FsspecView(above), name)
+
+    def reader(self, name: str, *, size_bytes: int | None = None) -> "FsspecReading":
+        """Open an object. Raises FileNotFoundError if there is none."""
+        return self._files.reader(name, size_bytes=size_bytes)
+
+    def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
+        """The names that start with `prefix`; `shallow`: up to the next `/`."""
+        return self._files.list(prefix, shallow=shallow)
+
+    def _why_not(self) -> str:
+        return (
+            f"{self._url} is only read: what fsspec reaches cannot promise that a save is whole. Save to a path or an "
+            "object store, and copy it there; or pass an FsspecWriter of "
+            "milepost.dcp._fsspec_filesystem as storage_writer, if what the file system promises is enough"
+        )
 
 
 class FsspecStore:
     """Bytes by name under one URL of fsspec. Can be pickled: another process connects by itself."""
 
     def __init__(self, url: str, options: dict[str, Any] | None = None) -> None:
-        self._url, self._options = url.rstrip("/"), dict(options or {})
+        self._given, self._options = url.rstrip("/"), dict(options or {})
+        self._url = without_secrets(self._given)
         self._connected: tuple[int, Any, str] | None = None
         self._connection()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return FsspecStore, (self._url, self._options)
+        return FsspecStore, (self._given, self._options)
 
     def _connection(self) -> tuple[Any, str]:
         """The file system and the path of the root in it, of this process: clients do not survive a fork."""
         if self._connected is None or self._connected[0] != os.getpid():
             try:
-                fs, root = fsspec_module().core.url_to_fs(self._url, **self._options)
+                fs, root = fsspec_module().core.url_to_fs(self._given, **self._options)
             except (ValueError, ImportError) as error:
                 raise InvalidRequest(f"fsspec has no file system for {self._url!r}: {error}") from error
             self._connected = os.getpid(), fs, root.rstrip("/")
@@ -152,15 +243,32 @@ class FsspecStore:
         return found
 
     def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
-        """The names that start with `prefix`."""
+        """The names that start with `prefix`; `shallow`: up to the next `/`."""
+        if shallow:
+            return self._list_shallow(prefix)
         fs, root = self._connection()
         folder = prefix.rpartition("/")[0]
         with self._asking("list its objects"):
             fs.invalidate_cache()
             found = fs.find(f"{root}/{folder}".rstrip("/") or "/")
         names = (path[len(root) :].lstrip("/") for path in found)
-        matching = iter([name for name in names if name.startswith(prefix)])
-        return top_names(matching, prefix) if shallow else matching
+        return iter([name for name in names if name.startswith(prefix)])
+
+    def _list_shallow(self, prefix: str) -> Iterator[str]:
+        fs, root = self._connection()
+        folder = prefix.rpartition("/")[0]
+        try:
+            with self._asking("list its objects"):
+                fs.invalidate_cache()
+                found = fs.ls(f"{root}/{folder}".rstrip("/") or "/", detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return
+        for entry in found:
+            # Not all file systems spell the root as they were given it. The last part of a name is enough.
+            path = entry["name"].rstrip("/")
+            name = f"{folder}/{path.rpartition('/')[2]}".lstrip("/")
+            if path != f"{root}/{folder}".rstrip("/") and name.startswith(prefix):
+                yield f"{name}/" if entry.get("type") == "directory" else name
 
     def delete(self, *names: str, durable: bool = False) -> None:
         """Remove these objects, if they are there."""

@@ -1,0 +1,188 @@
+"""Places on the web are read as folders are, whatever their server is like; nothing is saved there."""
+
+import os
+import pickle
+
+import pytest
+import torch
+
+import milepost
+from milepost.store import HttpStore, LocalStore, http, http_client, store_at
+from tests.web import Web, busy, cut, fine, hang_up, other_range
+
+
+def a_state(number=1.0):
+    return {"w": torch.full((700, 300), number), "b": torch.arange(5), "step": 7}
+
+
+def blank():
+    return {"w": torch.zeros(700, 300), "b": torch.zeros(5, dtype=torch.int64), "step": 0}
+
+
+def assert_loads(path, number=1.0):
+    target = blank()
+    milepost.load(target, path)
+    assert torch.equal(target["w"], torch.full((700, 300), number))
+    assert torch.equal(target["b"], torch.arange(5))
+    assert target["step"] == 7
+
+
+@pytest.fixture
+def web(tmp_path):
+    with Web(tmp_path) as web:
+        yield web
+
+
+def test_a_checkpoint_is_opened_verified_explained_and_loaded(web, tmp_path):
+    milepost.save(a_state(), tmp_path / "run a" / "step~1")
+    for url in (f"{web.url}/run a/step~1", f"{web.url}/run%20a/step~1/", f"{web.url}/run a/step~1".encode()):
+        assert_loads(url)
+    url = f"{web.url}/run%20a/step~1"
+    with milepost.open(url) as checkpoint:
+        assert checkpoint["w"][3:5, 7].tolist() == [1.0, 1.0]
+        assert checkpoint.verify().ok
+        assert checkpoint.url == url
+    assert milepost.explain(blank(), url).fits()
+    milepost.convert(url, tmp_path / "copy")
+    assert_loads(tmp_path / "copy")
+
+
+def test_opening_takes_few_requests_on_one_connection(web, tmp_path):
+    milepost.save(a_state(), tmp_path / "a")
+    milepost.open(f"{web.url}/a")
+    assert len(web.requests) <= 6, web.requests
+    before = len(web.requests)
+    milepost.open(f"{web.url}/a")["w"].read()
+    assert len(web.requests) - before <= 9
+
+
+def test_later_generations_are_tried_or_named_by_the_manifest(web, tmp_path, monkeypatch):
+    monkeypatch.setattr(http, "TRIED_GENERATIONS", 3)
+    for number in range(3):
+        milepost.save(a_state(float(number)), tmp_path / "a")
+    assert milepost.open(f"{web.url}/a").generation == 3
+    milepost.save(a_state(3.0), tmp_path / "a")
+    with pytest.raises(milepost.CheckpointNotFound, match=r"Nothing can be listed.*URL of the manifest"):
+        milepost.open(f"{web.url}/a")
+    assert_loads(f"{web.url}/a/manifest-00000004.json", 3)
+
+
+@pytest.mark.parametrize("fault", [busy, cut, hang_up, other_range])
+def test_a_failure_at_any_request_is_tried_again(web, tmp_path, fault):
+    milepost.save(a_state(), tmp_path / "a")
+    assert_loads(f"{web.url}/a")
+    count, web.requests[:] = len(web.requests), []
+    for number in range(count):
+        web.faults = [fine] * number + [fault]
+        assert_loads(f"{web.url}/a")
+        assert not web.faults
+
+
+def test_a_server_without_ranges_is_read_from_the_start(tmp_path):
+    milepost.save(a_state(), tmp_path / "a")
+    with Web(tmp_path, ranges=False) as web:
+        assert_loads(f"{web.url}/a")
+        torch.save(a_state(2.0), tmp_path / "a.pt")
+        assert torch.equal(milepost.open(f"{web.url}/a.pt")["w"].read(), a_state(2.0)["w"])
+
+
+def test_redirects_and_pages_for_missing_files(tmp_path):
+    milepost.save(a_state(), tmp_path / "a")
+    with Web(tmp_path, page_for_missing=True) as web, Web(tmp_path, moved_to=web.url) as moved:
+        assert_loads(f"{moved.url}/a")
+        with pytest.raises(milepost.CheckpointNotFound):
+            milepost.open(f"{moved.url}/b")
+    with (
+        Web(tmp_path, moved_to="file://") as moved,
+        pytest.raises(milepost.StorageError, match="redirects to a file URL"),
+    ):
+        milepost.open(f"{moved.url}/a")
+
+
+def test_secrets_are_sent_to_the_host_and_never_shown(web, tmp_path):
+    milepost.save(a_state(), tmp_path / "a")
+    host = web.url.removeprefix("http://")
+    url = f"http://me:pass%20word@{host}/a?token=secret"
+    with milepost.open(url) as checkpoint:
+        checkpoint["w"].read()
+        shown = [repr(checkpoint), checkpoint.url, repr(store_at(url))]
+    assert all("?token=secret" in request for request in web.requests)
+    assert set(web.logins) == {"Basic bWU6cGFzcyB3b3Jk"}
+    for call in (
+        lambda: milepost.open(f"{url}&x"),
+        lambda: milepost.load(blank(), f"http://me:pass@{host}/no?token=secret"),
+    ):
+        try:
+            call()
+        except milepost.CheckpointError as error:
+            shown += [str(error), repr(error)]
+    with pytest.raises(milepost.InvalidRequest) as refused:
+        milepost.save(a_state(), url)
+    shown.append(str(refused.value))
+    assert not any("pass" in text or "secret" in text or "pass%20word" in text for text in shown), shown
+    again = pickle.loads(pickle.dumps(store_at(url)))
+    assert again.reader("manifest-00000001.json").size_bytes > 0
+    web.logins.clear()
+    with Web(tmp_path, moved_to=web.url) as moved:
+        milepost.open(moved.url.replace("http://", "http://me:pass@") + "/a")
+    assert set(web.logins) == {""}, "the host that it redirects to does not get the password"
+
+
+def test_saves_are_refused_before_anything_is_staged(web, tmp_path):
+    for url in (f"{web.url}/a", "https://bucket.s3.eu-west-1.amazonaws.com/a/b"):
+        for call in (
+            lambda: milepost.save(a_state(), url),  # noqa: B023
+            lambda: milepost.async_save(a_state(), url),  # noqa: B023
+            lambda: milepost.Checkpointer(url).save(a_state(), 1),  # noqa: B023
+            lambda: milepost.convert(tmp_path, url),  # noqa: B023
+            lambda: milepost.planning.CheckpointWriter(url),  # noqa: B023
+        ):
+            with pytest.raises(milepost.InvalidRequest, match=r"only read.*save to") as refused:
+                call()
+    assert "s3://bucket/a/b?region=eu-west-1" in str(refused.value)
+    assert web.requests == []
+
+
+def test_a_file_that_changes_is_not_mixed(web, tmp_path):
+    milepost.export_safetensors(a_state() | {"step": torch.tensor(7)}, tmp_path / "hf")
+    checkpoint = milepost.open(f"{web.url}/hf")
+    checkpoint["b"].read()
+    os.utime(tmp_path / "hf" / "model.safetensors", ns=(1, 1))
+    with pytest.raises(milepost.CheckpointDamaged, match="replaced while it was read"):
+        checkpoint["w"].read()
+
+
+def test_a_dead_server_is_given_up_in_time(web, tmp_path, monkeypatch):
+    monkeypatch.setattr(http_client.HttpClient.__init__, "__defaults__", ("", "", 0.3))
+    milepost.save(a_state(), tmp_path / "a")
+    web.stop()
+    with pytest.raises(milepost.StorageError, match=r"cannot read http.*Is the server up"):
+        milepost.open(f"{web.url}/a")
+    for wrong in ("https://", "http:///a", "https://host:port/a"):
+        with pytest.raises(milepost.InvalidRequest, match=r"URL|host"):
+            store_at(wrong)
+
+
+def test_the_reading_half_of_the_contract(web, tmp_path):
+    local, store = LocalStore(tmp_path), HttpStore(web.url)
+    local.create("manifest-00000001.json", b"0123456789")
+    local.create("empty", b"")
+    local.create("model.safetensors", bytes(range(256)) * 4000)
+    assert set(store.list("")) == {"manifest-00000001.json", "model.safetensors"} == set(store.list("", shallow=True))
+    assert list(store.list("manifest-")) == ["manifest-00000001.json"]
+    assert store.reader("empty").size_bytes == 0
+    long = store.reader("model.safetensors", size_bytes=1_024_000)
+    first, second = bytearray(300), bytearray(400_000)
+    long.read(1000, [memoryview(first), memoryview(second)])
+    assert bytes(first + second) == (bytes(range(256)) * 4000)[1000:401_300]
+    with pytest.raises(milepost.StorageError, match="ends before"):
+        long.read(1_023_999, [memoryview(bytearray(2))])
+    with pytest.raises(milepost.CheckpointDamaged, match="1024000 bytes"):
+        store.reader("model.safetensors", size_bytes=77).read(0, [memoryview(bytearray(7))])
+    with pytest.raises(FileNotFoundError):
+        store.reader("absent")
+    with pytest.raises(FileNotFoundError):
+        store.reader("absent", size_bytes=3).read(0, [memoryview(bytearray(3))])
+    for name in ("", "../x", "a//b", "a/."):
+        with pytest.raises(milepost.UnsafeCheckpoint):
+            store.reader(name)
