@@ -3,11 +3,10 @@
 import pytest
 
 from faults import object_jobs, objects
-from faults.object_lab import LIBRARIES, ObjectLab, why_not
+from faults.object_lab import MILEPOST, ObjectLab, why_not
 from faults.proxy import Rule
 from faults.servers.object_server import BUCKET
 
-MILEPOST = LIBRARIES[0]
 FAULTS = ("lose_reply", "cut_request", "cut_reply", "short_reply", "long_reply", "flip_request", "answer")
 
 
@@ -76,8 +75,8 @@ def test_server_killed_in_the_middle_of_a_save(lab):
 @pytest.mark.slow
 def test_races_and_killed_ranks(lab, monkeypatch):
     monkeypatch.setattr(object_jobs, "WRITERS", 4)
-    (ours, *_), note = object_jobs.race_tallies(lab, 1, (MILEPOST,))
-    assert ours.counts == {"one winner each generation, the newest there": 1}, note
+    raced, note = object_jobs.race_tally(lab, 1, MILEPOST)
+    assert raced.counts == {object_jobs.ONE_WINNER: 1}, note
     killed = object_jobs.kill_tally(lab, MILEPOST, 2)
     assert killed.of("old", "new") == 2, killed.text
 
