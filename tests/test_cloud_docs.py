@@ -45,6 +45,7 @@ def use_everything(root):
         keeper.remove(2)
 
 
+@pytest.mark.slow
 def test_policy_for_s3_allows_what_is_asked_and_no_more(seaweed, s3_proxy, monkeypatch):
     for name, value in {**seaweed.environment, "AWS_ENDPOINT_URL": s3_proxy.endpoint}.items():
         monkeypatch.setenv(name, value)
