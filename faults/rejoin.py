@@ -23,7 +23,7 @@ from faults.kills import WORLD, Job, Library, Rank, found_at, spread, state_of
 from faults.processes import environment
 from faults.rows import Counting, FaultRow
 
-DEADLINE_S = 2.0
+DEADLINE_S = 4.0
 TRIES = 4
 WORKS, NEVER, HANGS, MIXED = "works again", "never works again", "hangs", "mixed"
 RESUMES, FAILS, GLOO = "resumes", "fails to resume", "gloo itself does not start again"

@@ -197,6 +197,44 @@ def test_damage_in_any_part_is_named(harm, kept_in, tmp_path):
             assert not checkpoint.verify().ok
 
 
+class FlippingReader:
+    def __init__(self, store, name, inner):
+        self.store, self.name, self.inner = store, name, inner
+        self.size_bytes = inner.size_bytes
+
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+
+    def read(self, offset, views):
+        self.inner.read(offset, views)
+        if self.store.always or (self.name, offset) not in self.store.flipped:
+            self.store.flipped.add((self.name, offset))
+            views[-1][-1] ^= 4
+
+
+class FlippingStore(CountingStore):
+    """Bytes arrive with a flipped bit: the first time that they are asked for, or always."""
+
+    def __init__(self, inner, always=False):
+        super().__init__(inner)
+        self.flipped, self.always = set(), always
+
+    def reader(self, name, **expected):
+        return FlippingReader(self, name, super().reader(name, **expected))
+
+
+@pytest.mark.parametrize("elements", [1000, 200_000])
+def test_what_changed_on_its_way_is_read_once_more(elements):
+    saved, store = state(4, elements), cloud()
+    milepost.save(saved, store)
+    target, flipping = blank(saved), FlippingStore(store)
+    milepost.load(target, flipping)
+    assert_equal(target, saved)
+    assert {name.partition("/")[0] for name, _ in flipping.flipped} == {"data", "manifest-00000001.json"}
+    with pytest.raises(milepost.CheckpointDamaged):
+        milepost.load(target, FlippingStore(store, always=True))
+
+
 # --- failures
 
 

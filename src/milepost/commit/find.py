@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from milepost.commit.beside import names_at, refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
-from milepost.core.manifest import Manifest, generation_of, manifest_name, unseal
+from milepost.core.manifest import Manifest, generation_of, is_sealed, manifest_name, unseal
 from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
@@ -204,7 +204,17 @@ def _why_not(store: Store, names: Collection[str]) -> str:
 
 
 def read_manifest(store: Store, generation: int) -> bytes | None:
-    """The bytes of a manifest, or None if there is none, or none any more."""
+    """The bytes of a manifest, or None if there is none, or none any more.
+
+    What came over a network and does not fit its seal is asked for once more: it may have changed on its way.
+    """
+    data = _read_manifest_once(store, generation)
+    if data is not None and store.traits.requests and not is_sealed(data):
+        return _read_manifest_once(store, generation)
+    return data
+
+
+def _read_manifest_once(store: Store, generation: int) -> bytes | None:
     try:
         reader = store.reader(manifest_name(generation))
     except FileNotFoundError:

@@ -188,13 +188,18 @@ def seal(manifest: Manifest) -> bytes:
     return sealed
 
 
+def is_sealed(data: bytes) -> bool:
+    """Whether the bytes of a manifest end in the checksum of what comes before it."""
+    match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
+    return match is not None and xxhash.xxh3_64(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode() == match[1]
+
+
 def unseal(data: bytes) -> Manifest:
     """Check and parse the bytes of a manifest file. Raises ValueError for damage, LookupError for a newer version."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
-    match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
     body = memoryview(data)[:-_SEAL_BYTES]
-    if not match or xxhash.xxh3_64(body).hexdigest().encode() != match[1]:
+    if not is_sealed(data):
         raise ValueError("its checksum does not fit its content")
     text = b"".join((body, b"}"))
     try:

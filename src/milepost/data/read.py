@@ -5,10 +5,11 @@ against the table, where it was read to.
 """
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 import numpy.typing as npt
@@ -25,6 +26,7 @@ from milepost.data.transfer import Meter, Transfer, new_pages, run_all
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.store import Reader, Store, Traits
 
+_log = logging.getLogger("milepost")
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
 _WARM_BYTES = 1024 * KIB
@@ -53,8 +55,9 @@ class VerifiedFile:
         self.parts, self.traits = manifest.parts_of(record), store.traits
         # Where a request costs a round trip, a job is one request. Else it is checked while it is in the cache.
         self._at_once_bytes = 2**63 if self.traits.requests else max(_WARM_BYTES, self.block_bytes)
+        self._opening = partial(open_parts, store, self.parts)
         with self._present("is missing"):
-            self.reader = open_parts(store, self.parts)
+            self.reader = self._opening()
         try:
             self.header, self._sums = self._read_head(record, manifest)
         except BaseException:
@@ -71,12 +74,10 @@ class VerifiedFile:
 
     def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
         """Header and table of checksums, checked against the manifest."""
-        head = self._bytes(0, record.header_bytes)
-        data_bytes = self.parts.data_bytes
-        table_bytes = record.size_bytes - record.header_bytes - data_bytes
-        if table_bytes > MAX_TABLE_BYTES:
-            raise UnsafeCheckpoint(f"{self.where} would have a table of {table_bytes} bytes, over {MAX_TABLE_BYTES}")
-        table = self._bytes(record.header_bytes + data_bytes, table_bytes)
+        head, table = self._head_and_table(record)
+        if self.traits.requests and seal_of(head, table) != record.checksum:
+            self._open_again("its header or table")
+            head, table = self._head_and_table(record)
         if seal_of(head, table) != record.checksum:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
@@ -87,6 +88,20 @@ class VerifiedFile:
         if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
         return header, np.frombuffer(table, dtype="<u8")
+
+    def _open_again(self, what: str) -> None:
+        """Prepare to read once more what is not as it was saved. Other threads go on with the reader that they have."""
+        _log.warning("%s: %s arrived damaged, and is read again", self.where, what)
+        with self._present(_REMOVED):
+            self.reader = self._opening()
+
+    def _head_and_table(self, record: ShardFile) -> tuple[bytes, bytes]:
+        start = record.header_bytes + self.parts.data_bytes
+        if record.size_bytes - start > MAX_TABLE_BYTES:
+            raise UnsafeCheckpoint(
+                f"{self.where} would have a table of {record.size_bytes - start} bytes, over {MAX_TABLE_BYTES}"
+            )
+        return self._bytes(0, record.header_bytes), self._bytes(start, record.size_bytes - start)
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
@@ -112,12 +127,18 @@ class VerifiedFile:
         return None
 
     def read(self, start: int, views: Sequence[memoryview], *, verify: bool = True) -> None:
-        """Fill the views with the data from `start`, where a block starts. Raises CheckpointDamaged, naming entries."""
+        """Fill the views with the data from `start`, where a block starts. Raises CheckpointDamaged, naming entries.
+
+        What came over a network and is not what was saved is asked for once more: it may have changed on its way.
+        """
         if not verify:
             self._fill(start, views)
             return
         for part in _slices(views, self._at_once_bytes):
             self._fill(start, part)
+            if self.traits.requests and next(self._damaged(start, part), None) is not None:
+                self._open_again(f"a range at {start}")
+                self._fill(start, part)
             self.check(start, part)
             start += sum(map(len, part))
 
@@ -135,7 +156,8 @@ class VerifiedFile:
             self.reader.read(self.header.header_bytes + start, views)
 
     def _bytes(self, start: int, count: int) -> bytes:
-        with self._present("is missing"):  # a store may look for it only now
+        # A store that answers slowly has not looked for it when it was opened.
+        with self._present("is missing" if self.traits.requests else _REMOVED):
             return read_bytes(self.reader, start, count)
 
     def check(self, start: int, views: Sequence[memoryview]) -> None:
