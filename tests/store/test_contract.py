@@ -18,8 +18,7 @@ from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 from tests.dcp.file_systems import Moving
 
-
-CLOUDS = {"s3": "seaweed"}
+CLOUDS = {"s3": "seaweed", "azure": "azurite", "gcs": "small_gcs"}
 """The fixture with the server of each object store."""
 
 
@@ -36,7 +35,7 @@ CLOUDS = {"s3": "seaweed"}
         "unsynced",
         "network",
         "network without links",
-        "s3",
+        *CLOUDS,
     ]
 )
 def store(request, tmp_path, monkeypatch):
@@ -290,6 +289,6 @@ def test_places_are_paths_urls_or_stores(tmp_path):
     # All of a file URL is its path: two places must not become one.
     assert store_at(f"file://{tmp_path}/a?b#c").url == f"{tmp_path}/a?b#c"
     assert store_at("file:///a%fe").url != store_at("file:///a%ff").url
-    for bad in ["", "file://host/x", "file://", "file://localhost", "a\0b", "a\ud800"]:
+    for bad in ["", "s3://", "file://host/x", "file://", "file://localhost", "a\0b", "a\ud800"]:
         with pytest.raises(milepost.InvalidRequest):
             store_at(bad)

@@ -48,9 +48,9 @@ def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions) ->
         Why.NO_BUCKET: f"There is no {bucket} {place.bucket!r}: create it, or correct the URL.",
         Why.NO_CREDENTIALS: f"Pass CloudOptions, {_SOURCES[place.provider]}.",
         Why.BAD_CREDENTIALS: f"The credentials are wrong: correct them ({_SOURCES[place.provider]}).",
-        Why.EXPIRED: "The credentials have expired, and fetching them again did not help: renew them.",
-        Why.REGION: f"The bucket is in another region: set region (it is {options.region or 'not given'}) by CloudOptions, "
-        "AWS_REGION or ?region=...",
+        Why.EXPIRED: "The credentials have expired or are not accepted, also when they are fetched again: renew them.",
+        Why.REGION: f"The bucket is in another region than {options.region or 'the one that is set'}: pass its own as "
+        "CloudOptions.region, AWS_REGION or ?region=...",
         Why.UNREACHABLE: reach,
         Why.UNANSWERED: reach,
         Why.UNTRUSTED: f"If {where} is right, pass its certificate authority as ca_file.",

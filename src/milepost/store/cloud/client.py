@@ -72,7 +72,7 @@ class Clients:
             return kind(
                 self._place.bucket,
                 config=config,
-                client_options=_client_settings(self._options, _endpoint_of(config), timeout_s),
+                client_options=_client_settings(self._options, _url_of(config), timeout_s),
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
@@ -117,7 +117,7 @@ def _check_process(url: str) -> None:
         )
 
 
-def _endpoint_of(config: Config) -> str:
+def _url_of(config: Config) -> str:
     return str(config.get("endpoint") or config.get("base_url") or "https://")
 
 
@@ -138,11 +138,16 @@ def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> 
     return found
 
 
+def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
+    """The URL of a service with the protocol of S3 that is not Amazon's."""
+    return options.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+
+
 def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
     config, provider = s3_credentials(options, env)
     region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
     config["region"] = region or "us-east-1"
-    endpoint = options.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+    endpoint = endpoint_of(options, env)
     path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
     if endpoint:
         endpoint = endpoint.rstrip("/")
@@ -151,6 +156,8 @@ def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -
             endpoint = f"{parts.scheme}://{place.bucket}.{parts.netloc}{parts.path}"
         config["endpoint"] = config["aws_endpoint_url_s3"] = endpoint
     config["virtual_hosted_style_request"] = not path_style
+    # The service compares what arrived. A signature has the SHA-256 anyway, but some services do not look at that one.
+    config["checksum_algorithm"] = "CRC64NVME" if options.unsigned else "SHA256"
     if options.unsigned:
         config["unsigned_payload"] = True
     if options.kms_key is not None:

@@ -50,8 +50,8 @@ class CloudOptions:
 
     The repr shows no secret. Raises InvalidRequest for a value of the wrong kind.
 
-    >>> milepost.store.CloudOptions(region="eu-west-1", secret_access_key="hidden").region
-    'eu-west-1'
+    >>> "hidden" in repr(milepost.store.CloudOptions(access_key_id="known", secret_access_key="hidden"))
+    False
     """
 
     endpoint: str | None = None

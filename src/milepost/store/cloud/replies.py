@@ -98,7 +98,7 @@ def understand(text: str, secrets: Iterable[str] = ()) -> Refusal:
     if _METADATA.search(text):
         return Refusal(Why.NO_CREDENTIALS, "no credentials were found")
     if deleted := _DELETE_CODE.search(text):
-        return _answered(403 if "Denied" in deleted[2] else 0, deleted[2], deleted[1], secrets)
+        return _not_deleted(deleted[2], deleted[1], secrets)
     if status := _STATUS.search(text):
         code = _XML_CODE.search(text) or _JSON_REASON.search(text)
         message = _XML_MESSAGE.search(text) or _JSON_MESSAGE.search(text)
@@ -111,9 +111,16 @@ def understand(text: str, secrets: Iterable[str] = ()) -> Refusal:
     return Refusal(Why.REFUSED, scrub(text.partition("\n\nDebug source")[0], secrets))
 
 
+def _not_deleted(code: str, message: str, secrets: Iterable[str]) -> Refusal:
+    """One of several objects was not deleted: S3 says so by a code, Azure by a status."""
+    if code.isdigit():
+        return _answered(int(code), "", message, secrets)
+    return _answered(403 if "Denied" in code else 0, code, message, secrets)
+
+
 def _answered(status: int, code: str, message: str, secrets: Iterable[str]) -> Refusal:
     words = " ".join(filter(None, [str(status or ""), code]))
-    told = scrub(message, secrets)
+    told = scrub(message, secrets).rstrip(".")
     why = _CODES.get(code) or _STATUSES.get(status) or (Why.BUSY if status >= 500 else Why.REFUSED)
     if why is Why.ABSENT and "bucket" in message.lower():
         why = Why.NO_BUCKET  # Google has no code for it

@@ -1,14 +1,18 @@
 """Requests to an object store: asked again while that helps, and errors that say what, where and what to do."""
 
+import os
+import threading
 from collections.abc import Callable, Collection
+from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
 
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, NoReply, StorageError
 from milepost.store.cloud.advice import advice
-from milepost.store.cloud.client import Clients
+from milepost.store.cloud.client import Clients, endpoint_of
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
-from milepost.store.cloud.retry import Clock, Pace, Trial
+from milepost.store.cloud.retry import Pace, Trial
 from milepost.store.cloud.url import Bucket
 
 Answer = TypeVar("Answer")
@@ -27,13 +31,52 @@ class BadReply(Exception):
         self.refusal = Refusal(Why.DAMAGED, words)
 
 
+class Service:
+    """What all stores of one bucket share in this process: connections, and how fast they ask."""
+
+    def __init__(self, place: Bucket, options: CloudOptions) -> None:
+        self.clients = Clients(place, options)
+        self.pace = Pace(options.requests, options.patience_s)
+        self._lock = threading.Lock()
+        self._is_checked = place.provider != "s3" or not endpoint_of(options, os.environ)
+
+    def take_check(self) -> bool:
+        """Whether the caller is the first who should look if a second object of one name is refused.
+
+        Of the providers themselves that is known.
+        """
+        with self._lock:
+            is_first, self._is_checked = not self._is_checked, True
+        return is_first
+
+    def check_again(self) -> None:
+        """The service did not refuse: everybody who asks should be told."""
+        self._is_checked = False
+
+
+@lru_cache(maxsize=32)
+def _service(place: Bucket, options: CloudOptions, environment: tuple[tuple[str, str], ...]) -> Service:
+    del environment  # other credentials, or another endpoint, are another service
+    return Service(place, options)
+
+
+def service_of(place: Bucket, options: CloudOptions) -> Service:
+    """The service of this bucket, with these options and the environment as it is now."""
+    names = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HOME")
+    environment = sorted(one for one in os.environ.items() if one[0].startswith(names))
+    return _service(replace(place, root=""), options, tuple(environment))
+
+
 class Asker:
     """Makes the requests of one store."""
 
-    def __init__(self, place: Bucket, options: CloudOptions, clock: Clock | None = None) -> None:
+    def __init__(self, place: Bucket, options: CloudOptions) -> None:
         self.place, self.options = place, options
-        self.clients = Clients(place, options)
-        self.pace = Pace(options.requests, options.patience_s, clock)
+
+    @cached_property
+    def service(self) -> Service:
+        """What this store shares with others, from the first request on."""
+        return service_of(self.place, self.options)
 
     def ask(self, verb: Verb, name: str, request: Ask[Answer], *, size_bytes: int = 0) -> Answer:
         """The answer of `request(client)`, which is asked again while that may help.
@@ -56,7 +99,7 @@ class Asker:
         bulk: bool = True,
     ) -> Answer | Refusal:
         """Like `ask`, but returns a refusal that is `expected`. `bulk=False`: the client deletes one by one."""
-        trial = Trial(self.pace)
+        trial = Trial(self.service.pace)
         while True:
             answer = self._attempt(request, size_bytes, trial.timeouts, bulk=bulk)
             if not isinstance(answer, Refusal) or answer.why in expected:
@@ -65,14 +108,14 @@ class Asker:
             if pause is None:
                 break
             if answer.why in (Why.EXPIRED, Why.NO_CREDENTIALS):
-                self.clients.forget()
-            self.pace.clock.sleep(pause)
+                self.service.clients.forget()
+            self.service.pace.clock.sleep(pause)
         raise self._error(verb, name, answer, trial)
 
     def _attempt(self, request: Ask[Answer], size_bytes: int, timeouts: int, *, bulk: bool) -> Answer | Refusal:
         """The answer or the refusal. The error itself ends here: its text holds whole replies."""
-        with self.pace.turn():
-            client = self.clients.get(size_bytes, timeouts=timeouts, bulk=bulk)
+        with self.service.pace.turn():
+            client = self.service.clients.get(size_bytes, timeouts=timeouts, bulk=bulk)
             try:
                 answer = request(client)
             except CheckpointError:
@@ -82,14 +125,14 @@ class Asker:
             except Exception as error:  # noqa: BLE001  # obstore raises OSError, ValueError and classes of its own
                 refusal = self._understand(error)
             else:
-                self.pace.answered()
+                self.service.pace.answered()
                 return answer
         if refusal.why in _DEFINITE:
-            self.pace.answered()
+            self.service.pace.answered()
         return refusal
 
     def _understand(self, error: Exception) -> Refusal:
-        source = self.clients.source
+        source = self.service.clients.source
         if source is not None and source.error is not None:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
@@ -107,7 +150,7 @@ class Asker:
             return FileNotFoundError(url)
         said = f"cannot {_VERBS[verb]} {url}: {refusal.words}"
         if trial.failures > 1:
-            said += f" (asked {trial.failures} times in {self.pace.clock.now() - trial.began:.0f} s)"
+            said += f" (asked {trial.failures} times in {self.service.pace.clock.now() - trial.began:.0f} s)"
         said += f". {advice(refusal, verb, self.place, self.options)}"
         if verb == "put" and trial.may_act:
             return NoReply(f"{said} Nobody knows whether the object was written, or still will be.")

@@ -15,12 +15,14 @@ from milepost.store.cloud.replies import CURABLE, Refusal, Why
 
 FIRST_PAUSE_S = 0.1
 LONGEST_PAUSE_S = 15.0
-THROTTLED_TIMES = 4
+THROTTLED_TIMES = 2
 """How much longer the pauses are for a service that is asked too much."""
 FIRST_CONTACT_S = 10.0
 """How long to look for a service that never answered: the endpoint may be wrong."""
 CREDENTIAL_TRIES = 3
 """How often to ask for credentials where there may be none."""
+FEWEST_TRIES = 3
+"""A request that may succeed is asked this often, however long each attempt takes."""
 LONGEST_TIMES = 4
 """A request gives up after this many times the patience, whatever else succeeds."""
 HALVING_S = 1.0
@@ -144,7 +146,7 @@ class Trial:
             last = self.began + min(FIRST_CONTACT_S, self._pace.patience_s)
         else:
             last = self._pace.deadline(self.began)
-        return pause if now + pause < last else None
+        return pause if now + pause < last or self.failures < FEWEST_TRIES else None
 
     def _may_go_on(self, refusal: Refusal) -> bool:
         if refusal.why is Why.EXPIRED:

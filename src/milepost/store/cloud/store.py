@@ -4,7 +4,8 @@ An object is written by one request that succeeds only if its name is free. So i
 content for ever. Nothing is renamed, appended or uploaded in several parts.
 """
 
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -15,7 +16,7 @@ from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.reading import RANGE_BYTES, CloudReader, open_object
 from milepost.store.cloud.replies import Refusal, Why
 from milepost.store.cloud.requests import Asker
-from milepost.store.cloud.url import Bucket, parse_url
+from milepost.store.cloud.url import parse_url
 
 PART_BYTES = 64 << 20
 LARGEST_BYTES = 5000 << 20
@@ -41,10 +42,9 @@ class CloudStore:
             raise InvalidRequest(f"the URL of an object store is a string, not {type(url).__name__}")
         if options is not None and not isinstance(options, CloudOptions):
             raise InvalidRequest(f"options are CloudOptions, not {type(options).__name__}")
-        place = parse_url(url)
-        self.options = replace(options or CloudOptions(), **place.settings)  # type: ignore[arg-type]
-        self._place: Bucket = place
-        self._asker = Asker(place, self.options)
+        self._place, settings = parse_url(url)
+        self.options = replace(options or CloudOptions(), **settings)  # type: ignore[arg-type]
+        self._asker = Asker(self._place, self.options)
 
     def __repr__(self) -> str:
         return f"CloudStore({self.url!r})"
@@ -78,13 +78,35 @@ class CloudStore:
         size_bytes = sum(map(len, views))
         if size_bytes > LARGEST_BYTES:
             raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
-        key = self._place.key(name)
+        self._asker.ask("put", name, self._put(name, views), size_bytes=size_bytes)
+        if self._asker.service.take_check():
+            self._check_by(name)
 
-        def put(client: Any) -> None:
-            # An iterator: its views are sent from where they are. A plain buffer would be copied.
-            client.put(key, iter(views), mode="create", use_multipart=False)
+    def check(self) -> None:
+        """Write, read, list and delete an object of its own. Raises StorageError, or what else is wrong, and says why.
 
-        self._asker.ask("put", name, put, size_bytes=size_bytes)
+        Raises StorageError also for a service that overwrites an object which it should leave: there, two jobs could
+        commit one checkpoint. The first `create` of a process looks for that too, where the service is not known.
+        """
+        name = f"check-{secrets.token_hex(8)}"
+        try:
+            self.create(name, b"milepost")
+            self._check_by(name)
+            self.reader(name)
+            next(self.list(name, shallow=True), None)
+        finally:
+            self.delete(name)
+
+    def _check_by(self, name: str) -> None:
+        """Raises StorageError if an object that was just made can be made again."""
+        for _ in range(2):  # the first time it may be that somebody has deleted it
+            if isinstance(self._asker.ask_or({Why.TAKEN}, "put", name, self._put(name, [])), Refusal):
+                return
+        self._asker.service.check_again()
+        raise StorageError(
+            f"{self.url}: the service overwrites objects though it is asked not to (If-None-Match). Two jobs that save "
+            "to one place would destroy each other's checkpoints. Use a newer version of the service, or another one"
+        )
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "CloudWriter":
         """Start a new object of this size, which is kept in memory until `commit` writes it by one request."""
@@ -135,6 +157,11 @@ class CloudStore:
             errors += self._delete_batch(names[at : at + size])
         if errors:
             raise errors[0]
+
+    def _put(self, name: str, views: Sequence[memoryview]) -> Callable[[Any], object]:
+        key = self._place.key(name)
+        # An iterator: its views are sent from where they are. A plain buffer would be copied.
+        return lambda client: client.put(key, iter(views), mode="create", use_multipart=False)
 
     def _top(self, folder: str) -> Sequence[str]:
         """The names in a folder, and the folders in it, which end in `/`."""

@@ -5,7 +5,7 @@ follows are settings. Secrets are refused there, because URLs are shown in messa
 """
 
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Literal
 from urllib.parse import parse_qsl
 
@@ -33,14 +33,13 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """A place in an object store. `root`: the prefix of all keys, without slashes at its ends. `settings`: the query."""
+    """A place in a bucket. `root`: the prefix of all keys, without slashes at its ends."""
 
     scheme: str
     host: str
     bucket: str
     root: str = ""
     account: str | None = None
-    settings: dict[str, object] = field(default_factory=dict)
 
     @property
     def provider(self) -> Provider:
@@ -57,8 +56,11 @@ class Bucket:
         return f"{self.root}/{name}" if self.root else name
 
 
-def parse_url(url: str) -> Bucket:
-    """The place that a URL names. Raises InvalidRequest; its message shows nothing of the query's values."""
+def parse_url(url: str) -> tuple[Bucket, dict[str, object]]:
+    """The place that a URL names, and the options that its query sets.
+
+    Raises InvalidRequest; its message shows nothing of the query's values.
+    """
     address, _, query = url.partition("?")
     scheme, _, rest = address.partition("://")
     if scheme not in PROVIDERS:
@@ -66,7 +68,7 @@ def parse_url(url: str) -> Bucket:
     host, _, path = rest.partition("/")
     bucket, account = _bucket_of(scheme, host)
     place = Bucket(scheme, host, bucket, _root_of(f"{scheme}://{host}", path), account)
-    return replace(place, settings=_settings_of(place.url, query))
+    return place, _settings_of(place.url, query)
 
 
 def _bucket_of(scheme: str, host: str) -> tuple[str, str | None]:
