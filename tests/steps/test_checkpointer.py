@@ -9,7 +9,8 @@ import torch
 import milepost
 from milepost import CheckpointDamaged, Checkpointer, CheckpointNotFound, InvalidRequest, StateMismatch
 from milepost.core.manifest import manifest_name
-from milepost.steps.shelf import MAX_STEP, step_name
+from milepost.steps.names import MAX_STEP
+from milepost.steps.shelf import step_name
 from milepost.store import LocalStore, MemoryStore
 from milepost.testing import run_ranks
 from tests.steps.numbered import files_of, flip, holds, state

@@ -211,7 +211,8 @@ def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None
 
 def _dead(store: Store, manifest: Manifest, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The names to remove: manifests, and then data. Data must not vanish while a manifest still names it."""
-    manifests, data = list[str](), list[str]()
+    manifests: list[str] = []
+    data: list[str] = []
     for name in names:
         number = generation_of(name)
         helper = generation_of(name.split(".json")[0] + ".json") if number is None else None

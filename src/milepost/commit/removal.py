@@ -27,7 +27,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from milepost.commit.beside import names_at
-from milepost.commit.find import REMOVED, generations_in, newest, parse, read_manifest
+from milepost.commit.find import REMOVED, generations_in, newest, parse, read_manifest, removals_in
 from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
@@ -53,7 +53,28 @@ def remove_checkpoint(place: Store) -> str:
     marker = manifest_name(generation) + REMOVED
     with suppress(AlreadyExists):  # another job removes it too
         place.create(marker, manifest.save_id.encode())
-    finish_removal(place, [marker])
+    if place.traits.is_current:  # the manifest is the one that was read: its number is not used again
+        _clear(place, manifest_name(generation), f"data/{manifest.save_id}/")
+    else:
+        finish_removal(place, [marker])
+    return marker
+
+
+def remove_unfinished(place: Store) -> str | None:
+    """Remove the data of saves that never finished, where there is no checkpoint. No save may be under way there.
+
+    Gives the name of the marker that stays in an object store: a manifest of theirs that comes late is no checkpoint.
+    """
+    names = names_at(place)
+    aims = {name: intended_generation(name.split("/")[1]) or 0 for name in place.list("data/")}
+    data = [name for name, aim in aims.items() if aim]
+    if not data or generations_in(place, names) or removals_in(names):
+        return None
+    newest_data = max(data, key=aims.__getitem__)
+    marker = manifest_name(aims[newest_data]) + REMOVED
+    if place.traits.is_current:
+        place.create(marker, newest_data.split("/")[1].encode())
+    place.delete(*data, *(name for name in names if name.startswith("manifest-")))
     return marker
 
 
@@ -90,10 +111,16 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         # cannot be loaded. Also if the manifest is gone already: the process that deleted it may have died before the
         # sync. Then an unused name is deleted, for its sync.
         belongs = _belongs(place, generation, save_id)
-        place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
-        place.delete(*place.list(f"data/{save_id}/"), *place.list(f"{marker}."))
+        _clear(place, manifest_name(generation) if belongs else f"{marker}.none", f"data/{save_id}/")
         if not place.traits.is_current:
+            place.delete(*place.list(f"{marker}."))
             place.delete(marker)
+
+
+def _clear(place: Store, manifest: str, data: str) -> None:
+    """Delete a manifest, durably, and then the data that it names."""
+    place.delete(manifest, durable=True)
+    place.delete(*place.list(data))
 
 
 def _marked(place: Store, marker: str) -> str | None:

@@ -33,7 +33,7 @@ from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.options import RunKeywords, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
-from milepost.steps.shelf import METRICS, Shelf, checked_step
+from milepost.steps.shelf import Shelf, checked_step, with_metrics
 from milepost.steps.storage_checkpointer import ranks_by
 from milepost.store import AtGeneration, Location, Store, store_at
 
@@ -58,6 +58,7 @@ class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
 _NOTHING = _RestoreChoice(None, "", verify_first=False)
 _CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
+_SWEEPING = Meeting("removing", Wire(NoneType), Wire(list[int]))
 
 
 class Checkpointer:
@@ -177,7 +178,7 @@ class Checkpointer:
             metadata = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    metadata = _with_metrics(metadata, metrics)
+                    metadata = with_metrics(metadata, metrics)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     refuse(place, comm, error)
             given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
@@ -220,7 +221,7 @@ class Checkpointer:
             made = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    made = _with_metrics(made, metrics)
+                    made = with_metrics(made, metrics)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     engine.refuse(ticket, place, error)
             given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
@@ -326,8 +327,8 @@ class Checkpointer:
             if step is not None and not self._shelf.is_there(step):
                 shown = ", ".join(map(str, self._shelf.steps()[-10:])) or "none"
                 raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
-            left = self._shelf.untried(skipped) if step is None else [step]
-            return _RestoreChoice(left[-1], self._shelf.folder_of(left[-1]), verify_first) if left else _NOTHING
+            found = self._shelf.untried(skipped) if step is None else (step, self._shelf.folder_of(step))
+            return _NOTHING if found is None else _RestoreChoice(*found, verify_first)
 
         return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
 
@@ -352,7 +353,8 @@ class Checkpointer:
 
     def latest(self) -> int | None:
         """The newest committed step, or None. Does not check whether it is whole. May be called on one rank alone."""
-        return max(self.steps(), default=None)
+        self._check_open()
+        return self._shelf.latest()
 
     def best(self) -> int | None:
         """The step with the best metric, or None if no step has it. May be called on one rank alone.
@@ -366,12 +368,12 @@ class Checkpointer:
 
     def open(self, step: int | None = None) -> Checkpoint:
         """Open a step, by default the newest, to look inside. May be called on one rank alone."""
-        chosen = self.latest() if step is None else step
-        if chosen is None:
+        self._check_open()
+        found = self._shelf.newest() if step is None else (step, self._shelf.folder_of(step))
+        if found is None:
             raise CheckpointNotFound(f"nothing was saved at {self.url} yet")
         types, allow_pickle = self._for_loads.get("types", ()), self._for_loads.get("allow_pickle", False)
-        place = self._shelf.within(self._shelf.folder_of(checked_step(chosen)))
-        return open_checkpoint(place, types=types, allow_pickle=allow_pickle)
+        return open_checkpoint(self._shelf.within(found[1]), types=types, allow_pickle=allow_pickle)
 
     def remove(self, step: int) -> None:
         """Remove a step, on every rank, whatever the rules say, even the last one.
@@ -390,6 +392,19 @@ class Checkpointer:
 
         with calling(comm, Call("removing", self.url)):
             meet(comm, Call("removing", self._shelf.place(step).url), _REMOVING, lambda: None, remove)
+
+    def remove_unfinished(self) -> list[int]:
+        """Remove, on every rank, what saves left that never finished, in folders without a checkpoint.
+
+        Gives their steps. For the start of a job, after `restore`: no other job may be saving to the path, since its
+        save cannot be told from a dead one. Such data is also swept when the same step is saved again.
+        """
+        self._check_open()
+        self._finish()
+        comm = self._ranks()
+        call = Call("removing unfinished saves from", self.url)
+        with calling(comm, call):
+            return meet(comm, call, _SWEEPING, lambda: None, lambda _: self._shelf.remove_unfinished())
 
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
@@ -450,24 +465,6 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: Inv
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
-    if METRICS in metadata:
-        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
-    check_values({"metrics": metrics})
-    if metrics is None:
-        return metadata
-    plain: dict[str, float] = {}
-    for name, value in metrics.items():
-        try:
-            plain[name] = float(value)
-        except Exception as error:
-            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
-        if not isinstance(name, str):
-            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
-    return {**metadata, METRICS: plain}
 
 
 def _allows_another(error: CheckpointError) -> bool:

@@ -14,6 +14,8 @@ from milepost.store.folders import again, is_gone
 
 OWN_NAMES = "step-{step:010}"
 """How the folders of steps are named, unless the caller says otherwise: names sort as steps do."""
+MAX_STEP = 9_999_999_999
+"""The last step whose name sorts behind all others."""
 _FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d?)?\}")
 _MAX_NAME_BYTES = 255
 
@@ -132,7 +134,7 @@ def is_folder(path: Path) -> bool:
 def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]:
     """The names directly under a root, and whether each is a file. Links are not among them.
 
-    Where a listing goes through everything, only names that start with one of the prefixes are looked at.
+    Elsewhere than in a local folder, only names that start with one of the prefixes are looked for.
     """
     if isinstance(root, LocalStore):
         try:
@@ -142,6 +144,7 @@ def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]
         except OSError as error:
             raise StorageError(f"cannot list {root.url}: {error.strerror or error}", errno=error.errno) from error
         return
-    found = {name.partition("/")[::2] for prefix in prefixes for name in root.list(prefix)}
-    folders = {folder for folder, rest in found if rest}
-    yield from ((folder, folder not in folders) for folder in {folder for folder, _ in found})
+    found = {name for prefix in set(prefixes) for name in root.list(prefix, shallow=True)}
+    folders = {name.removesuffix("/") for name in found if name.endswith("/")}
+    yield from ((name, False) for name in folders)
+    yield from ((name, True) for name in found if not name.endswith("/") and name not in folders)

@@ -36,6 +36,11 @@ class Rule:
             chosen.update(step for step in newest if step % self.keep_every == 0)
         return chosen.union(self.ranked(scores)[: self.keep_best or 0])
 
+    def counted(self, scores: Mapping[int, float | None]) -> set[int]:
+        """The kept steps that hold a place which another step would get if they were gone. Pure."""
+        newest = sorted(scores, reverse=True)
+        return {*newest[: self.keep_last or 1], *self.ranked(scores)[: self.keep_best or 0]}
+
     def ranked(self, scores: Mapping[int, float | None]) -> list[int]:
         """The steps that have a metric, best first; of equal ones the newer first. NaN is no metric."""
         known = {step: value for step, value in scores.items() if value is not None and not math.isnan(value)}

@@ -4,38 +4,27 @@ Steps that other programs saved, under other names or in other formats, are foun
 old steps are removed, and are never removed by a rule.
 """
 
-import itertools
 import logging
 import operator
 import time
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeGuard
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
-from milepost.commit.find import REMOVED, is_committed, lacks_files, look_whole, newest, parse, patiently
-from milepost.commit.removal import finish_removal, remove_checkpoint
-from milepost.core.manifest import Manifest, generation_of
+from milepost.commit.find import look_whole, newest, parse, read_manifest
+from milepost.commit.removal import LATE_S, finish_removal, forget_removal, remove_checkpoint, remove_unfinished
+from milepost.core.manifest import Manifest
+from milepost.core.option_values import check_values
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
-from milepost.formats.read.recognise import looks_foreign
 from milepost.state.values import Codec
-from milepost.steps.names import StepNames, is_folder, names_in
+from milepost.steps.names import MAX_STEP, StepNames
 from milepost.steps.retention import Rule
-from milepost.store import LocalStore, Store, Within
+from milepost.steps.survey import each, survey_of
+from milepost.store import Store, Within
 
 _log = logging.getLogger("milepost")
-MAX_STEP = 9_999_999_999
-"""The last step whose name sorts behind all others."""
+T = TypeVar("T")
 METRICS = "metrics"
 """The key in a checkpoint's metadata under which its metrics stand."""
-_PAUSES_S = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064)
-
-
-@dataclass(frozen=True, slots=True)
-class ForeignStep:
-    """A step that was saved under another name, or in another format. `ours`: it is in Milepost's format."""
-
-    name: str
-    ours: bool
 
 
 class Shelf:
@@ -44,8 +33,10 @@ class Shelf:
     def __init__(self, root: Store, names: StepNames | None = None) -> None:
         self.root = root
         self._patterns = names or StepNames()
+        self._survey = survey_of(root, self._patterns)
         self._scores: dict[tuple[int, int], dict[str, float]] = {}
         self._left_alone: set[str] = set()
+        self._removed: dict[int, tuple[float, Sequence[str]]] = {}
 
     def place(self, step: int) -> Store:
         """The store into which a step is saved."""
@@ -53,72 +44,47 @@ class Shelf:
 
     def steps(self) -> list[int]:
         """The steps that are committed, and those of other programs, oldest first. Looks at names only."""
-        committed = self._committed()
-        return sorted(committed.keys() | self._foreign(committed).keys())
+        return self._survey.steps()
+
+    def latest(self) -> int | None:
+        """The newest step."""
+        return self._survey.latest()
+
+    def newest(self) -> tuple[int, str] | None:
+        """The newest step, and the name under the root where it is read from."""
+        return self._survey.newest()
 
     def is_there(self, step: int) -> bool:
-        """Whether this step is committed. The listing of the root may be old, so it is looked for by its name, too."""
-        return step in self.steps() or is_committed(self.place(step), 1)
+        """Whether this step is committed, or another program saved it."""
+        return self._survey.is_there(step)
 
-    def untried(self, skipped: Collection[int]) -> list[int]:
-        """The steps other than these, oldest first.
-
-        If none is left, and one is being removed or is gone, then the listing may be old: there should be newer steps,
-        and it is given some time to show them.
-        """
-
-        def look() -> list[int]:
-            return [step for step in self.steps() if step not in skipped]
-
-        return look() or (patiently(self.root, look) if self._removes() or any(map(self._is_going, skipped)) else [])
-
-    def _removes(self) -> bool:
-        """Whether a step is being removed, where a listing may be old."""
-        names = itertools.chain.from_iterable(self._names().values())
-        return isinstance(self.root, LocalStore) and any(name.endswith(REMOVED) for name in names)
-
-    def _is_going(self, step: int) -> bool:
-        """Whether a step of ours is not there any more, or not all of its files are."""
-        committed = self._committed()
-        return (step in committed or step not in self._foreign(committed)) and lacks_files(self.place(step))
+    def untried(self, skipped: Collection[int]) -> tuple[int, str] | None:
+        """The newest step other than these, and the name under the root where it is read from."""
+        return self._survey.untried(skipped)
 
     def folder_of(self, step: int) -> str:
         """The name under the root where a step is read from. Where both exist, ours counts, not another program's.
 
         Raises InvalidRequest if several of others are the same step.
         """
-        committed = self._committed()
-        found = [] if step in committed else self._foreign(committed).get(step, [])
-        if len(found) > 1:
-            names = ", ".join(repr(foreign.name) for foreign in found[:4])
-            raise InvalidRequest(f"step {step} at {self.root.url} has several names: {names}. Move all but one away")
-        return found[0].name if found else self._patterns.own.name(checked_step(step))
+        return self._survey.folder_of(checked_step(step))
 
     def within(self, name: str) -> Store:
         """The store of a step that `folder_of` found."""
-        if isinstance(self.root, LocalStore) and self._patterns.own.step(name) is None:
-            return LocalStore(self.root.root / name)  # it may be a file
-        return Within(self.root, name)
-
-    def _foreign(self, committed: Mapping[int, int]) -> dict[int, list[ForeignStep]]:
-        """The steps of other programs: by another name, or by our names in another format."""
-        patterns = (self._patterns.own, *self._patterns.others)
-        found: dict[int, list[ForeignStep]] = {}
-        for name, is_file in sorted(names_in(self.root, [pattern.prefix for pattern in patterns])):
-            own = self._patterns.own.step(name)
-            step = self._patterns.step_of(name, file=is_file)
-            if not _is_step(step) or (own is not None and own in committed):
-                continue
-            place = self.within(name)
-            ours = not is_file and any(generation_of(known) is not None for known in place.list("manifest-"))
-            if (ours and own is None) or is_file or (not ours and looks_foreign(place)):
-                found.setdefault(step, []).append(ForeignStep(name, ours))
-        return found
+        return self._survey.within(name)
 
     def scores(self, metric: str | None) -> dict[int, float | None]:
         """The committed steps with the value of a metric; None where there is none or it cannot be read."""
-        committed = self._committed()
-        return {step: self._metrics(step, g).get(metric) if metric else None for step, g in committed.items()}
+        return self._scored(self._survey.committed(), metric)
+
+    def _scored(self, committed: Mapping[int, int], metric: str | None) -> dict[int, float | None]:
+        if metric is None:
+            return dict.fromkeys(committed)
+        found = self._each(lambda step: self._metrics(step, committed[step]).get(metric), committed)
+        return dict(zip(committed, found, strict=True))
+
+    def _each(self, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
+        return each(self.root, look, steps) if self.root.traits.is_current else list(map(look, steps))
 
     def retain(self, rule: Rule, saved: int) -> list[int]:
         """Remove what the rule does not keep, and say which steps that were. `saved`, just committed, is always kept.
@@ -127,13 +93,19 @@ class Shelf:
         whole (see `look_whole`). Steps that are not whole do not count, and stay. Raises CheckpointDamaged if `saved`
         itself is not whole. A step that cannot be removed is logged.
         """
+        self._survey.forget(saved)
+        self._removed.pop(saved, None)
         self.finish()
-        scores = self.scores(rule.best if rule.keep_best else None)
+        scores = self._scored(self._survey.remembered(), rule.best if rule.keep_best else None)
         while True:
             kept = rule.kept(scores) | {saved}
             doomed = sorted(scores.keys() - kept)
             if not doomed:
                 return []
+            gone = self._survey.gone(rule.counted(scores) - {saved})
+            if gone:  # another job removed them, so that they keep no place
+                scores = {step: score for step, score in scores.items() if step not in gone}
+                continue
             last = max(kept & scores.keys())
             fault = self._fault(last)
             if fault is None:
@@ -145,58 +117,53 @@ class Shelf:
 
     def finish(self) -> None:
         """Finish the removals that were cut short. Failures are logged."""
-        for step, names in self._names().items():
-            markers = [name for name in names if name.endswith(REMOVED)]
+        for step, markers in self._survey.markers().items():
             try:
                 finish_removal(self.place(step), markers)
             except (CheckpointError, OSError) as error:
                 self._say_once(step, f"is removed, but not all of its data could be deleted: {error}")
+            else:
+                self._was_removed(step, markers)
+        self._forget_removals()
 
-    def _names(self) -> dict[int, list[str]]:
-        """For each folder of a step: the names in it that start with `manifest-`, if any."""
-        own = self._patterns.own
-        if isinstance(self.root, LocalStore):
-            # Folder by folder: a listing of everything would go through all data files.
-            folders = (own.step(name) for name, is_file in names_in(self.root, ()) if not is_file)
-            return {step: list(self.place(step).list("manifest-")) for step in folders if _is_step(step)}
-        grouped: dict[int, list[str]] = {}
-        for full in self.root.list(own.prefix):
-            folder, _, name = full.partition("/")
-            step = own.step(folder)
-            if _is_step(step):
-                grouped.setdefault(step, []).append(name)
-        return {step: [name for name in names if name.startswith("manifest-")] for step, names in grouped.items()}
+    def remove_unfinished(self) -> list[int]:
+        """Remove the data of saves that never finished, in folders without a checkpoint, and say of which steps."""
+        removed = []
+        for step in self._survey.unfinished():
+            marker = remove_unfinished(self.place(step))
+            if marker is not None:
+                self._was_removed(step, [marker])
+                removed.append(step)
+        return removed
 
-    def _committed(self) -> dict[int, int]:
-        """The newest generation of each step that has one."""
-        for pause_s in _PAUSES_S:
-            names = self._names()
-            committed = _newest(names)
-            if committed or not names:
-                return committed
-            # Folders and no step: saves under way, or a step that was removed while we looked, after a newer one came.
-            time.sleep(pause_s)
-        if all(map(self._has_folder, names)):
-            return {}
+    def _was_removed(self, step: int, markers: Sequence[str]) -> None:
+        """Remember when a removal was finished, where its marker stays for some time."""
+        if markers and self.root.traits.is_current:
+            self._survey.rest(step)
+            self._removed[step] = (time.monotonic(), markers)
 
-        def look() -> tuple[dict[int, int]] | None:
-            names = self._names()
-            committed = _newest(names)
-            return (committed,) if committed or not names else None
-
-        return (patiently(self.root, look) or ({},))[0]
-
-    def _has_folder(self, step: int) -> bool:
-        """Whether the folder of a step that is listed is really there. If not, then the listing of the root is old."""
-        return not isinstance(self.root, LocalStore) or is_folder(self.root.root / self._patterns.own.name(step))
+    def _forget_removals(self) -> None:
+        """Delete the markers that have stayed long enough. Failures are logged."""
+        old = [step for step, (when, _) in self._removed.items() if time.monotonic() - when >= LATE_S]
+        for step in old:
+            try:
+                for marker in self._removed[step][1]:
+                    forget_removal(self.place(step), marker)
+            except (CheckpointError, OSError) as error:
+                self._say_once(step, f"is removed, but its marker could not be deleted: {error}")
+            else:
+                del self._removed[step]
+                self._survey.forget(step)
 
     def _metrics(self, step: int, generation: int) -> dict[str, float]:
         if (step, generation) not in self._scores:
             try:
                 place = self.place(step)
-                # Not `find`, which refuses a place where another library has saved too: its metrics are no less good.
-                number, data, _, _ = newest(place)
-                self._scores[step, generation] = metrics_of(parse(place.url, number, data))
+                data = read_manifest(place, generation) if self.root.traits.is_current else None
+                if data is None:
+                    # Not `find`, which refuses a place where another library saved too: its metrics are no less good.
+                    generation, data, _, _ = newest(place)
+                self._scores[step, generation] = metrics_of(parse(place.url, generation, data))
             except CheckpointError as error:
                 if isinstance(error, StorageError):
                     raise
@@ -227,8 +194,7 @@ class Shelf:
 
         One of another program is removed only if it is in Milepost's format; else InvalidRequest is raised.
         """
-        committed = self._committed()
-        others = [] if step in committed else self._foreign(committed).get(step, [])
+        others = self._survey.others(checked_step(step))
         if not others:
             self._remove_own(step)
             return
@@ -238,7 +204,9 @@ class Shelf:
         remove_checkpoint(place)
 
     def _remove_own(self, step: int) -> None:
-        remove_checkpoint(self.place(step))
+        marker = remove_checkpoint(self.place(step))
+        self._survey.forget(step)
+        self._was_removed(step, [marker])
         self._scores = {key: value for key, value in self._scores.items() if key[0] != step}
 
     def _say_once(self, step: int, text: str) -> None:
@@ -248,10 +216,22 @@ class Shelf:
             _log.warning("%s", line)
 
 
-def _newest(names: Mapping[int, Sequence[str]]) -> dict[int, int]:
-    """The newest generation of each step, by the names in its folder; without those that have none."""
-    numbers = {step: [g for g in map(generation_of, found) if g is not None] for step, found in names.items()}
-    return {step: max(found) for step, found in numbers.items() if found}
+def with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
+    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
+    if METRICS in metadata:
+        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+    check_values({"metrics": metrics})
+    if metrics is None:
+        return metadata
+    plain: dict[str, float] = {}
+    for name, value in metrics.items():
+        try:
+            plain[name] = float(value)
+        except Exception as error:
+            raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
+        if not isinstance(name, str):
+            raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
+    return {**metadata, METRICS: plain}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:
@@ -278,7 +258,3 @@ def checked_step(step: int) -> int:
     if isinstance(step, bool) or not 0 <= number <= MAX_STEP:
         raise InvalidRequest(f"a step is a whole number from 0 to {MAX_STEP}, not {step!r}")
     return number
-
-
-def _is_step(step: int | None) -> TypeGuard[int]:
-    return step is not None and step <= MAX_STEP

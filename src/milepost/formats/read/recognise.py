@@ -74,7 +74,11 @@ def _read_folder(store: Store) -> ForeignState | None:
 
 def looks_foreign(store: Store) -> bool:
     """Whether this place looks like a whole checkpoint of another library, by its names. Nothing is opened."""
-    names = _names(store)
+    return names_look_foreign(_names(store))
+
+
+def names_look_foreign(names: set[str]) -> bool:
+    """Whether the names of files at the top of a place look like a whole checkpoint of another library."""
     files = [name for name in names if name.endswith(".safetensors")]
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
     alone = bool(files) and not any(map(NUMBERED.fullmatch, files))
