@@ -68,13 +68,14 @@ class Measured:
     """What one rank measured in one case, by contender. `size_bytes` is what this rank saves or needs.
 
     `peaks` is the peak memory of a contender beyond what was there before. It includes the round that is not counted: a
-    contender that keeps its memory between calls allocates it then.
+    contender that keeps its memory between calls allocates it then. `counts` is what rank 0 counted for all ranks.
     """
 
     case: str
     size_bytes: int
     samples: dict[str, list[Sample]] = field(default_factory=dict)
     peaks: dict[str, int] = field(default_factory=dict)
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -88,6 +89,7 @@ class Case:
     peaks: dict[str, int]
     world: int
     notes: tuple[str, ...] = ()
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
 
     @property
     def loads(self) -> bool:
@@ -120,7 +122,7 @@ class Meter:
         self._buffer = bytearray(_BUFFER_BYTES)
         self._libc = ctypes.CDLL(None)
 
-    def case(self, name: str, size_bytes: int, runs: dict[str, "Planned"]) -> None:
+    def case(self, name: str, size_bytes: int, runs: dict[str, "Planned"]) -> Measured:
         """Let the contenders take turns, and keep the samples of each round but the first."""
         measured = Measured(name, size_bytes, {contender: [] for contender in runs}, notes=self.notes)
         self.results.append(measured)
@@ -141,6 +143,7 @@ class Meter:
             random.Random(turn).shuffle(order)  # the same order on all ranks
         if self.rank == 0:
             print(f"  {name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return measured
 
     def _measure(self, planned: "Planned") -> Sample:
         gc.collect()
@@ -303,7 +306,8 @@ def _merge(group: tuple[Measured, ...]) -> Case:
         for contender in group[0].samples
     }
     peaks = {contender: max(m.peaks[contender] for m in group) for contender in runs}
-    return Case(group[0].case, sum(m.size_bytes for m in group), runs, peaks, len(group), tuple(group[0].notes))
+    size_bytes, first = sum(m.size_bytes for m in group), group[0]
+    return Case(first.case, size_bytes, runs, peaks, len(group), tuple(first.notes), first.counts)
 
 
 def _merge_run(samples: tuple[Sample, ...]) -> Run:
