@@ -15,10 +15,10 @@ import boto3
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import State
+from faults.servers.setting import set_environment
 from object_show import CONNECTOR, MILEPOST, PART_BYTES, RAW, S3FS
 
 import milepost
-from faults.servers.setting import set_environment
 
 RAW_THREADS = (2, 8)
 """Raw runs with each of these numbers of threads in each rank. The fastest counts."""

@@ -6,7 +6,7 @@ import logging
 import secrets
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
@@ -50,7 +50,6 @@ def state(number: int) -> dict[str, torch.Tensor]:
 class Place:
     """A prefix of the bucket, by way of an endpoint."""
 
-    server: SeaweedFS
     prefix: str
     endpoint: str
     timeout_s: float = TIMEOUT_S
@@ -60,7 +59,7 @@ class Place:
     @property
     def url(self) -> str:
         """For Milepost."""
-        return self.server.url(
+        return SeaweedFS().url(
             self.prefix, self.endpoint, timeout_s=f"{self.timeout_s:g}", patience_s=f"{self.patience_s:g}"
         )
 
@@ -124,19 +123,17 @@ def found(library: Library, place: Place) -> str:
     return {OLD: "old", NEW: "new", NEWER: "newer"}[numbers[0]] if len(numbers) == 1 else "mixed"
 
 
-@dataclass(slots=True)
 class ObjectLab:
-    """A running server with its proxy. `with ObjectLab(folder) as lab`."""
+    """A server with a proxy in front of it, for as long as the `with` block lasts."""
 
-    folder: Path
-    server: SeaweedFS = field(init=False)
-    proxy: Proxy = field(init=False)
-    _stack: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    def __init__(self, folder: Path, server: SeaweedFS | None = None) -> None:
+        """`server`: one that runs already; by default a new one, with its data in `folder`."""
+        self._folder, self._running = folder, server
 
     def __enter__(self) -> Self:
         with contextlib.ExitStack() as stack:
             stack.enter_context(_quietly())
-            self.server = stack.enter_context(SeaweedFS(self.folder))
+            self.server = self._running or stack.enter_context(SeaweedFS(self._folder))
             self.proxy = stack.enter_context(Proxy(self.server.address, seed=1))
             stack.enter_context(set_environment(self.server.environment))
             stack.enter_context(patch("milepost.store.cloud.store.PART_BYTES", PART_BYTES))
@@ -149,8 +146,8 @@ class ObjectLab:
     def places(self, **settings: Any) -> tuple[Place, Place]:
         """A new place by way of the proxy, and the same place past it."""
         prefix = f"place-{secrets.token_hex(6)}"
-        broken = Place(self.server, prefix, self.proxy.endpoint, **settings)
-        return broken, Place(self.server, prefix, self.server.endpoint, timeout_s=30.0)
+        broken = Place(prefix, self.proxy.endpoint, **settings)
+        return broken, Place(prefix, self.server.endpoint, timeout_s=30.0)
 
     def save_through(self, library: Library, first: bool, rules: tuple[Rule, ...], **settings: Any) -> str | None:
         """How a save ends that meets these rules, the first one at a place or an overwrite. None: it met none."""

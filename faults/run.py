@@ -43,6 +43,8 @@ MODULES: dict[str, tuple[int, ...]] = {
     "faults.network": (28, 30),
     "faults.beside": (33,),
     "faults.jobs": (26, 29, 31),
+    "faults.objects": (36, 37, 38, 39, 40, 41, 42, 43, 46),
+    "faults.object_jobs": (44, 45),
 }
 """The rows of each module."""
 NUMBERS = sorted({number for numbers in MODULES.values() for number in numbers})

@@ -80,13 +80,13 @@ def test_servers_keep_what_is_written(server):
         assert names(store) == [], "a place is empty when it was left"
 
 
+@pytest.mark.slow
 def test_of_eight_conditional_puts_one_wins(server):
     with server.place() as url:
         store = client(url)
-        for turn in range(2):
-            won = winners(store, f"name-{turn}", 8)
-            assert len(won) == 1
-            assert bytes(obstore.get(store, f"name-{turn}").bytes()) == b"%d" % won[0]
+        won = winners(store, "name", 8)
+        assert len(won) == 1
+        assert bytes(obstore.get(store, "name").bytes()) == b"%d" % won[0]
 
 
 def test_listings_of_many_names_come_in_pages(small_gcs):
@@ -108,20 +108,6 @@ def test_requests_without_the_credentials_are_refused(server):
         with pytest.raises(obstore.exceptions.BaseError) as caught:
             obstore.get(client(url), "here")
     assert not isinstance(caught.value, FileNotFoundError)
-
-
-@pytest.mark.slow
-def test_killed_server_starts_again_with_its_data(seaweed):
-    with seaweed.place() as url:
-        store = client(url)
-        obstore.put(store, "before", b"kept" * 1000)
-        seaweed.kill()
-        with pytest.raises(obstore.exceptions.BaseError):
-            obstore.get(store, "before")
-        seaweed.start()
-        assert bytes(obstore.get(store, "before").bytes()) == b"kept" * 1000
-        with pytest.raises(obstore.exceptions.AlreadyExistsError):
-            obstore.put(store, "before", b"", mode="create")
 
 
 OWNER = """

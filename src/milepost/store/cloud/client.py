@@ -23,6 +23,7 @@ from milepost.store.cloud.credentials import (
     s3_credentials,
 )
 from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.region import find_region
 from milepost.store.cloud.url import Bucket
 
 SLOWEST_BYTES_S = 1 << 20
@@ -40,7 +41,13 @@ class Clients:
         self._place, self._options = place, options
         self._lock = threading.Lock()
         self._made: dict[tuple[int, bool], Any] = {}
-        self.source: CredentialSource | None = None
+        self._settings: tuple[Config, Any] | None = None
+
+    @property
+    def source(self) -> CredentialSource | None:
+        """Where credentials come from, if that is a callable."""
+        provider = self._settings[1] if self._settings else None
+        return provider if isinstance(provider, CredentialSource) else None
 
     def get(self, size_bytes: int = 0, *, timeouts: int = 0, bulk: bool = True) -> Any:
         """A client for requests that move this many bytes. After timeouts of the same request it waits longer.
@@ -59,20 +66,21 @@ class Clients:
         """Make new clients from now on, with credentials that are fetched anew."""
         with self._lock:
             self._made.clear()
+            self._settings = None
 
     def _make(self, timeout_s: float, *, bulk: bool) -> Any:
         stores = _obstore()
-        build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[self._place.provider]
-        config, provider = build(self._place, self._options, os.environ)
-        self.source = provider if isinstance(provider, CredentialSource) else None
+        if self._settings is None:
+            self._settings = store_settings(self._place, self._options, os.environ)
+        config, provider = self._settings
         if self._place.provider == "s3" and not bulk:
-            config["disable_bulk_delete"] = True
+            config = config | {"disable_bulk_delete": True}
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self._place.provider]
         try:
             return kind(
                 self._place.bucket,
                 config=config,
-                client_options=_client_settings(self._options, _url_of(config), timeout_s),
+                client_options=client_settings(self._options, config, timeout_s, os.environ),
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
@@ -84,7 +92,8 @@ class Clients:
 def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
     """How often to double the time limit of a small request for one that moves this much, and timed out so often."""
     needed = timeout_s + size_bytes / SLOWEST_BYTES_S
-    return math.ceil(math.log2(needed / timeout_s)) + (min(timeouts, 3) if size_bytes else 0)
+    slack = 0.1  # a few bytes need no more time
+    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 3) if size_bytes else 0)
 
 
 def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
@@ -117,11 +126,9 @@ def _check_process(url: str) -> None:
         )
 
 
-def _url_of(config: Config) -> str:
-    return str(config.get("endpoint") or config.get("base_url") or "https://")
-
-
-def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> Config:
+def client_settings(options: CloudOptions, config: Config, timeout_s: float, env: Mapping[str, str]) -> Config:
+    """How obstore connects. `http://` is allowed only where the endpoint says so."""
+    endpoint = str(config.get("endpoint") or config.get("base_url") or "https://")
     found: Config = {
         "timeout": timedelta(seconds=timeout_s),
         "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
@@ -130,12 +137,19 @@ def _client_settings(options: CloudOptions, endpoint: str, timeout_s: float) -> 
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy
-    if options.ca_file is not None:
+    ca_file = options.ca_file or env.get("AWS_CA_BUNDLE")
+    if ca_file:
         try:
-            found["root_certificate"] = Path(options.ca_file).read_bytes()
+            found["root_certificate"] = Path(ca_file).read_bytes()
         except OSError as error:
-            raise InvalidRequest(f"ca_file {os.fspath(options.ca_file)!r} cannot be read: {error.strerror}") from None
+            raise InvalidRequest(f"ca_file {os.fspath(ca_file)!r} cannot be read: {error.strerror}") from None
     return found
+
+
+def store_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
+    """The settings of obstore's store, and a source of credentials if obstore needs one."""
+    build = {"s3": _s3_settings, "gs": _google_settings, "az": _azure_settings}[place.provider]
+    return build(place, options, env)
 
 
 def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
@@ -146,8 +160,8 @@ def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
 def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
     config, provider = s3_credentials(options, env)
     region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
-    config["region"] = region or "us-east-1"
     endpoint = endpoint_of(options, env)
+    config["region"] = region or (None if endpoint else find_region(place.bucket, options)) or "us-east-1"
     path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
     if endpoint:
         endpoint = endpoint.rstrip("/")

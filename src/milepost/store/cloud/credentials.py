@@ -6,8 +6,9 @@ Google's application default credentials, Azure's identities. The profile files 
 
 import os
 import shutil
+import threading
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from milepost.store.cloud.options import CloudOptions
 
 Config = dict[str, Any]
 """Settings of one of obstore's stores."""
+
+ASK_BOTO_AGAIN = timedelta(minutes=10)
 
 _AWS_SOURCES = (
     "AWS_ACCESS_KEY_ID",
@@ -41,28 +44,40 @@ _AZURE_SOURCES = (
 
 
 class CredentialSource:
-    """A callable of the user's, in the form that obstore calls. Keeps the last error: obstore would show only its text.
+    """A callable of the user's, in the form that obstore calls. Keeps what it returns until that is about to expire.
 
-    `translate` turns fields of `CloudOptions` into obstore's. obstore calls it again when `expires_at` is near.
+    `translate` turns fields of `CloudOptions` into obstore's. `error`: what the callable raised last; of that, obstore
+    keeps only the text.
     """
 
     def __init__(self, ask: Callable[[], Mapping[str, object]], translate: Callable[[Config], Config]) -> None:
         self._ask, self._translate = ask, translate
+        self._lock = threading.Lock()
+        self._kept: Config | None = None
         self.error: BaseException | None = None
 
     def __call__(self) -> Config:
-        """The credentials, as obstore takes them."""
-        try:
-            given = dict(self._ask())
-            expires = given.pop("expires_at", None)
-            if expires is not None and not (isinstance(expires, datetime) and expires.tzinfo):
-                raise InvalidRequest("expires_at of credentials is a datetime with a time zone")
-            found = self._translate(given) | {"expires_at": expires}
-        except BaseException as error:
-            self.error = error
-            raise
-        self.error = None
-        return found
+        """The credentials, as obstore takes them. Each of its clients asks."""
+        with self._lock:
+            if self._kept is None or _is_near(self._kept["expires_at"]):
+                try:
+                    self._kept = self._fetch()
+                except BaseException as error:
+                    self.error = error
+                    raise
+                self.error = None
+            return dict(self._kept)
+
+    def _fetch(self) -> Config:
+        given = dict(self._ask())
+        expires = given.pop("expires_at", None)
+        if expires is not None and not (isinstance(expires, datetime) and expires.tzinfo):
+            raise InvalidRequest("expires_at of credentials is a datetime with a time zone")
+        return self._translate(given) | {"expires_at": expires}
+
+
+def _is_near(expires: datetime | None) -> bool:
+    return expires is not None and expires - datetime.now(UTC) < timedelta(minutes=5)
 
 
 def s3_credentials(options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Callable[[], Config] | None]:
@@ -109,7 +124,8 @@ def _from_profile(profile: str | None) -> tuple[Config, Callable[[], Config] | N
 
     def frozen() -> Config:
         now = found.get_frozen_credentials()  # botocore fetches them anew when they are about to expire
-        return {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "session_token": now.token}
+        keys = {"access_key_id": now.access_key, "secret_access_key": now.secret_key, "session_token": now.token}
+        return keys | {"expires_at": datetime.now(UTC) + ASK_BOTO_AGAIN}
 
     return settings, CredentialSource(frozen, _s3_keys)
 

@@ -19,9 +19,9 @@ CHUNK_BYTES = 512 << 10
 
 
 class CloudReader:
-    """Reads one object. `first` is its beginning, if that came with opening it."""
+    """Reads one object. `first` is its beginning, if it was looked at already."""
 
-    def __init__(self, asker: Asker, name: str, size_bytes: int, first: bytes = b"") -> None:
+    def __init__(self, asker: Asker, name: str, size_bytes: int, first: bytes | None = None) -> None:
         self._asker, self._name, self._size_bytes, self._first = asker, name, size_bytes, first
         self._url = f"{asker.place.url}/{name}"
 
@@ -36,7 +36,7 @@ class CloudReader:
         end = offset + sum(map(len, targets))
         if end > self._size_bytes:
             raise StorageError(f"{self._url} ends before byte {end}: it has {self._size_bytes} bytes")
-        if end <= len(self._first):
+        if self._first is not None and end <= len(self._first):
             fill(targets, 0, memoryview(self._first)[offset:end])
         elif end - offset <= 2 * RANGE_BYTES:
             self._read_range(offset, targets)
@@ -55,8 +55,8 @@ class CloudReader:
         self.read(offset, [block])
 
     def close(self) -> None:
-        """Nothing to close."""
-        self._first = b""
+        """Forget the beginning that came with opening it."""
+        self._first = None
 
     def _read_range(self, offset: int, targets: Sequence[memoryview]) -> None:
         key = self._asker.place.key(self._name)

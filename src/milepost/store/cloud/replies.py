@@ -79,8 +79,8 @@ _BY_CODE = {
 _CODES = {code: why for why, codes in _BY_CODE.items() for code in codes.split()}
 _STATUSES = {
     301: Why.REGION, 307: Why.REGION, 401: Why.EXPIRED, 403: Why.DENIED, 404: Why.ABSENT, 408: Why.BUSY,
-    409: Why.CONFLICT, 412: Why.TAKEN, 416: Why.SHORT, 429: Why.THROTTLED, 500: Why.BUSY, 502: Why.BUSY,
-    503: Why.THROTTLED, 504: Why.BUSY,
+    409: Why.CONFLICT, 412: Why.TAKEN, 416: Why.SHORT, 429: Why.THROTTLED, 500: Why.BUSY, 501: Why.REFUSED,
+    502: Why.BUSY, 503: Why.THROTTLED, 504: Why.BUSY,
 }  # fmt: skip
 
 _NONSENSE = Refusal(Why.DAMAGED, "the reply makes no sense", may_act=True)
@@ -124,7 +124,7 @@ def _answered(status: int, code: str, message: str, secrets: Iterable[str]) -> R
     why = _CODES.get(code) or _STATUSES.get(status) or (Why.BUSY if status >= 500 else Why.REFUSED)
     if why is Why.ABSENT and "bucket" in message.lower():
         why = Why.NO_BUCKET  # Google has no code for it
-    may_act = why is Why.BUSY or status >= 500
+    may_act = why is Why.BUSY or (status >= 500 and why is not Why.REFUSED)
     return Refusal(why, f"{words}: {told}".removesuffix(": ") if words else told, code, may_act)
 
 
@@ -134,7 +134,7 @@ def _not_connected(text: str) -> Refusal:
     if "certificate" in text.lower() or "UnknownIssuer" in text:
         return Refusal(Why.UNTRUSTED, "its certificate is not trusted")
     if "InvalidContentType" in text:
-        return Refusal(Why.UNTRUSTED, "it does not speak TLS")
+        return Refusal(Why.UNTRUSTED, "it does not speak TLS (is it http://?)")
     detail = _OS_TEXT.search(text)
     return Refusal(Why.UNREACHABLE, detail[1].lower() if detail else "no connection")
 
@@ -150,10 +150,10 @@ def _not_answered(kind: str, text: str) -> Refusal:
 
 _SENSITIVE = re.compile(
     r"(https?://[^\s?'\"<>]*)\?[^\s'\"<>]*"  # the query of a URL
-    r"|\b(?:sig|signature|credential|token|secret|key|password|sas)[\w-]*\s*[=:]\s*\S+"
+    r"|\b[\w-]*(?:sig|credential|token|secret|key|password|sas)[\w-]*\s*[=:]\s*\S+"
     r"|\b(?:AKIA|ASIA)[A-Z0-9]{12,}\b"
     r"|\bya29\.\S+|\bBearer\s+\S+|\beyJ[\w-]{10,}\.\S+"
-    r"|[A-Za-z0-9+/]{32,}={0,2}",
+    r"|(?=[^\s'\"]*\d)[A-Za-z0-9+/_-]{20,}={0,2}",
     re.IGNORECASE,
 )
 _USER = re.compile(r"(https?://)[^/\s@]*@")

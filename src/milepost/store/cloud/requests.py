@@ -120,26 +120,27 @@ class Asker:
                 answer = request(client)
             except CheckpointError:
                 raise
-            except BadReply as error:
-                refusal = error.refusal
             except Exception as error:  # noqa: BLE001  # obstore raises OSError, ValueError and classes of its own
-                refusal = self._understand(error)
+                problem = error
             else:
                 self.service.pace.answered()
                 return answer
+        # Behind the `except`: an error that is raised inside it would carry the other one, with its text.
+        refusal = self._understand(problem)
         if refusal.why in _DEFINITE:
             self.service.pace.answered()
         return refusal
 
     def _understand(self, error: Exception) -> Refusal:
+        if isinstance(error, BadReply):
+            return error.refusal
         source = self.service.clients.source
         if source is not None and source.error is not None:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
-            words = f"the callable for credentials raised {type(source.error).__name__}"
-            return Refusal(Why.NO_CREDENTIALS, words)
+            return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
         if not (type(error).__module__.startswith("obstore") or isinstance(error, (OSError, ValueError))):
-            raise error
+            raise error  # a mistake of ours
         return understand(str(error), self.options.secrets())
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
