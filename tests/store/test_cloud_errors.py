@@ -230,4 +230,5 @@ def test_what_looks_like_a_secret_is_scrubbed():
     ]:
         for hidden in ("abc", "pw", "AKIA"):
             assert hidden not in scrub(f"it said {secret} there")
+    assert "sesame" not in scrub("it said open sesame there", ["open sesame"]), "nor what is known to be one"
     assert scrub("The specified bucket does not exist") == "The specified bucket does not exist"

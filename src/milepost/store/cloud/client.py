@@ -134,6 +134,7 @@ def client_settings(options: CloudOptions, config: Config, timeout_s: float, env
         "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
         "allow_http": endpoint.startswith("http://"),
         "user_agent": "milepost",
+        "http1_only": True,  # a connection for each request under way: one that all share does not fill the line
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy

@@ -31,6 +31,13 @@ class BadReply(Exception):
         self.refusal = Refusal(Why.DAMAGED, words)
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own."""
+    if isinstance(error, CheckpointError):
+        return False
+    return isinstance(error, (BadReply, OSError, ValueError)) or type(error).__module__.startswith("obstore")
+
+
 class Service:
     """What all stores of one bucket share in this process: connections, and how fast they ask."""
 
@@ -118,10 +125,11 @@ class Asker:
             client = self.service.clients.get(size_bytes, timeouts=timeouts, bulk=bulk)
             try:
                 answer = request(client)
-            except CheckpointError:
-                raise
-            except Exception as error:  # noqa: BLE001  # obstore raises OSError, ValueError and classes of its own
-                problem = error
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                # Without its traceback: from here that would be a cycle, which keeps the caller's memory.
+                problem = error.with_traceback(None)
             else:
                 self.service.pace.answered()
                 return answer
@@ -139,8 +147,6 @@ class Asker:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
             return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
-        if not (type(error).__module__.startswith("obstore") or isinstance(error, (OSError, ValueError))):
-            raise error  # a mistake of ours
         return understand(str(error), self.options.secrets())
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
