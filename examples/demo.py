@@ -1,6 +1,7 @@
 """A training job is killed twice in the middle of a save, and resumes each time on another number of ranks.
 
     .venv/bin/python examples/demo.py --output demo-output
+    .venv/bin/python examples/demo.py --store s3            in an object store, which the demo starts
 
 First the job runs uninterrupted on 4 ranks. Then the same job is started on 4 ranks and killed, resumed on 2 and
 killed, and resumed on 3 to the end. Every loss is compared with the uninterrupted run, and every loaded state with the
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
+import train
 from demo_picture import Curve, draw
 from demo_rank import Death, Job, digest, run_rank
 from torch.distributed import TCPStore
 
 import milepost
+from milepost.store import store_at
 
 TOLERANCE = 1e-12
 """The largest relative difference of a loss on another number of ranks, which adds float64 numbers in another order."""
@@ -48,7 +51,8 @@ class Phase:
 
     name: str
     ranks: int
-    run: Path
+    run: str
+    logs: Path
     death: Death | None = None
 
 
@@ -68,18 +72,17 @@ class Outcome:
         return next(iter(self.loaded), None)
 
 
-def demo(output: Path, steps: int) -> None:
-    """Run all phases and all checks. Raises DemoFailed."""
+def demo(output: Path, place: str, steps: int) -> None:
+    """Run all phases and all checks, with checkpoints at `place`: a folder or a URL. Raises DemoFailed."""
     every = steps // 10
-    reference, run = output / "uninterrupted", output / "interrupted"
-    first = Death(2, 4 * every, "write", 3, "rank 2 is killed while it writes its file")
-    second = Death(0, 7 * every, "create", 1, "rank 0 is killed when all data is written, just before it commits")
-    whole = run_phase(Phase("uninterrupted", 4, reference), steps, every)
-    parts = [run_phase(Phase("first start", 4, run, first), steps, every)]
+    reference, run, logs = f"{place}/uninterrupted", f"{place}/interrupted", output / "logs"
+    first, second = deaths(every, in_parts=store_at(place).traits.part_bytes > 0)
+    whole = run_phase(Phase("uninterrupted", 4, reference, logs), steps, every)
+    parts = [run_phase(Phase("first start", 4, run, logs, first), steps, every)]
     show_unfinished(run, first)
-    parts.append(run_phase(Phase("second start", 2, run, second), steps, every))
+    parts.append(run_phase(Phase("second start", 2, run, logs, second), steps, every))
     show_unfinished(run, second)
-    parts.append(run_phase(Phase("third start", 3, run), steps, every))
+    parts.append(run_phase(Phase("third start", 3, run, logs), steps, every))
 
     check_steps(whole, parts, steps, every)
     check_checkpoints(run, steps // every)
@@ -92,10 +95,20 @@ def demo(output: Path, steps: int) -> None:
     print(f"\nThe curves: {output / 'loss.png'}")
 
 
+def deaths(every: int, *, in_parts: bool) -> list[Death]:
+    """The two kills: one while data is written, one just before the commit."""
+    writing = Death(2, 4 * every, "write", 3, "rank 2 is killed while it writes its file")
+    if in_parts:
+        words = "rank 2 is killed when the store has the second part of its file"
+        writing = Death(2, 4 * every, "create data/", 2, words, after=True)
+    words = "rank 0 is killed when all data is written, just before it commits"
+    return [writing, Death(0, 7 * every, "create manifest", 1, words)]
+
+
 def run_phase(phase: Phase, steps: int, every: int) -> Outcome:
     """Run the ranks of one phase until all are done, or until one dies and the others are killed with it."""
     print(f"{phase.name}: {phase.ranks} ranks ...", flush=True)
-    logs = [phase.run.parent / "logs" / f"{phase.name.replace(' ', '-')}-rank-{r}.log" for r in range(phase.ranks)]
+    logs = [phase.logs / f"{phase.name.replace(' ', '-')}-rank-{r}.log" for r in range(phase.ranks)]
     with started(Job(phase.run, steps, every, phase.death), logs) as ranks:
         codes = wait(ranks, phase)
     check_end(phase, codes, logs)
@@ -167,22 +180,31 @@ def parse(phase: Phase, text: str) -> Outcome:
     return Outcome(phase, text, losses, saved, loaded)
 
 
-def show_unfinished(run: Path, death: Death) -> None:
+def show_unfinished(run: str, death: Death) -> None:
     """Print what the killed save left. Raises DemoFailed if it opens as a checkpoint."""
-    before, newest = sorted(run.glob("step-*"))[-2:]
-    expected = {file.name: file.stat().st_size for file in before.glob("data/*/*")}
-    print(f"  {death.words}, and all other ranks with it. {newest.name} now holds:")
-    for file in sorted(file for file in newest.rglob("*") if file.is_file()):
-        size = f"{file.stat().st_size:>9,} of {expected.get(file.name, 0):,} bytes"
-        print(f"    {file.relative_to(newest)}  {size}")
-    if newest.name != f"step-{death.step:04d}":
+    before, newest = train.steps_of(run)[-2:]
+    expected = {name.rpartition("/")[2]: size for name, size in files_of(run, before)}
+    print(f"  {death.words}, and all other ranks with it. step-{newest:04d} now holds:")
+    for name, size in files_of(run, newest):
+        print(f"    {name}  {size:>9,} of {expected.get(name.rpartition('/')[2], 0):,} bytes")
+    if newest != death.step:
         raise DemoFailed(f"the save of step {death.step} left nothing; it should have been killed in the middle")
     try:
-        milepost.open(newest).close()
+        milepost.open(train.checkpoint_at(run, newest)).close()
     except milepost.CheckpointNotFound:
         print("    no manifest, so this is not a checkpoint")
     else:
-        raise DemoFailed(f"{newest} opens as a checkpoint, although its save was killed")
+        raise DemoFailed(f"step-{newest:04d} opens as a checkpoint, although its save was killed")
+
+
+def files_of(run: str, step: int) -> list[tuple[str, int]]:
+    """The files or objects of a checkpoint, with their sizes."""
+    store = store_at(train.checkpoint_at(run, step))
+    sizes = []
+    for name in sorted(store.list("")):
+        with contextlib.closing(store.reader(name)) as reader:
+            sizes.append((name, reader.size_bytes))
+    return sizes
 
 
 def check_steps(whole: Outcome, parts: list[Outcome], steps: int, every: int) -> None:
@@ -197,26 +219,27 @@ def check_steps(whole: Outcome, parts: list[Outcome], steps: int, every: int) ->
             raise DemoFailed(f"{outcome.phase.name} has losses that are not finite: {outcome.losses}")
 
 
-def check_checkpoints(run: Path, count: int) -> None:
+def check_checkpoints(run: str, count: int) -> None:
     """Check that all checkpoints are whole, also where a killed save was repeated, and that nothing else is left."""
-    paths = sorted(run.glob("step-*"))
-    if len(paths) != count:
-        raise DemoFailed(f"{run} holds {len(paths)} checkpoints instead of {count}")
-    for path in paths:
+    steps = train.steps_of(run)
+    if len(steps) != count:
+        raise DemoFailed(f"{run} holds {len(steps)} checkpoints instead of {count}")
+    for path in [train.checkpoint_at(run, step) for step in steps]:
         with milepost.open(path) as checkpoint:
             checkpoint.verify().raise_if_damaged()
-            left = {folder.name for folder in (path / "data").iterdir()} - {checkpoint.manifest.save_id}
+            save_id = checkpoint.manifest.save_id
+        left = {name.split("/")[1] for name in store_at(path).list("data/")} - {save_id}
         if left:
             raise DemoFailed(f"{path} still holds data of a save that was killed: {', '.join(left)}")
     print(f"\nAll {count} checkpoints are whole, and nothing is left of the killed saves.")
 
 
-def check_state(run: Path, before: Outcome, after: Outcome) -> None:
+def check_state(run: str, before: Outcome, after: Outcome) -> None:
     """Check that the state after a resume is bit for bit what was saved, and what a single process reads."""
     name = after.resumed_from
     if name is None or name not in before.saved:
         raise DemoFailed(f"{after.phase.name} should resume from a checkpoint of {before.phase.name}, not from {name}")
-    with milepost.open(run / name) as checkpoint:
+    with milepost.open(f"{run}/{name}") as checkpoint:
         read = digest(checkpoint.state())
     if len({before.saved[name], read, after.loaded[name]}) != 1:
         raise DemoFailed(
@@ -276,11 +299,31 @@ def prepare(output: Path) -> None:
     (output / MARKER).touch()
 
 
+@contextlib.contextmanager
+def place_in(store: str, output: Path) -> Iterator[str]:
+    """Where the checkpoints go: the output folder, or a bucket of an S3 server that runs for as long as the demo."""
+    if store == "folder":
+        yield str(output)
+        return
+    sys.path.insert(0, str(Path(__file__).parents[1]))  # for the servers of the tests
+    from faults.servers import SeaweedFS  # noqa: PLC0415  # needed here only
+
+    reason = SeaweedFS.why_not()
+    if reason:
+        raise DemoFailed(reason)
+    with SeaweedFS() as server:
+        os.environ.update(server.environment)  # the ranks get it from here
+        os.environ["AWS_ENDPOINT_URL"] = server.endpoint
+        print(f"an object store: SeaweedFS at {server.endpoint}")
+        yield "s3://my-bucket/demo"
+
+
 def main() -> int:
     """Run the demo. The exit code is 0 if all checks pass."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--output", type=Path, default=Path("demo-output"), help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=40, help="a multiple of 10; default: %(default)s")
+    parser.add_argument("--store", choices=["folder", "s3"], default="folder", help="default: %(default)s")
     options = parser.parse_args()
     if options.steps < 10 or options.steps % 10:
         parser.error("--steps is a multiple of 10")
@@ -289,7 +332,8 @@ def main() -> int:
     start = time.monotonic()
     try:
         prepare(options.output)
-        demo(options.output, options.steps)
+        with place_in(options.store, options.output) as place:
+            demo(options.output, place, options.steps)
     except (DemoFailed, milepost.CheckpointError) as error:
         print(f"\nThe demo failed: {error}", file=sys.stderr)
         return 1

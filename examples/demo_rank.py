@@ -10,7 +10,7 @@ import os
 import signal
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,13 +20,16 @@ import train
 from torch.distributed.tensor import DTensor
 
 from milepost import Store
-from milepost.store import LocalStore
+from milepost.store import Traits, store_at
 from milepost.testing import CountingStore
+
+PART_BYTES = 1 << 20
+"""In an object store, files are cut into parts of 64 MiB. Here they are smaller, so that a small model has several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """The rank that dies, the step whose save it dies in, and the call to its store before which it dies.
+    """The rank that dies, the step whose save it dies in, and the call to its store before or after which it dies.
 
     `call` and `times` are, for example, the third "write"; `words` describe it in the output.
     """
@@ -36,13 +39,14 @@ class Death:
     call: str
     times: int
     words: str
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
     """What all ranks of one start of the job do."""
 
-    run: Path
+    run: str
     steps: int
     save_every: int
     death: Death | None
@@ -59,16 +63,14 @@ def run_rank(job: Job, environment: dict[str, str], log: Path) -> None:
     state = train.make_state(job.steps)
     resumed = train.resume(state, job.run)
     if resumed is not None:
-        train.say(f"loaded {resumed.name}  digest {digest(state)}")
+        train.say(f"loaded step-{resumed:04d}  digest {digest(state)}")
 
-    def place(run: Path, step: int) -> Store | Path:
-        path = train.checkpoint_at(run, step)
+    def place(run: str, step: int) -> Store:
         if job.death and step == job.death.step - job.save_every:
             # The next start will resume from this checkpoint.
-            train.say(f"saving {path.name}  digest {digest(state)}")
-        if job.death and (job.death.rank, job.death.step) == (dist.get_rank(), step):
-            return DeadlyStore(LocalStore(path), job.death)
-        return path
+            train.say(f"saving step-{step:04d}  digest {digest(state)}")
+        doomed = job.death and (job.death.rank, job.death.step) == (dist.get_rank(), step)
+        return DemoStore(store_at(train.checkpoint_at(run, step)), job.death if doomed else None)
 
     train.train(state, job.run, job.steps, job.save_every, place)
     dist.destroy_process_group()
@@ -86,19 +88,34 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-class DeadlyStore(CountingStore):
-    """A store that kills this process at the call that `death` names."""
+class DemoStore(CountingStore):
+    """A store that cuts files into small parts, if it cuts them at all, and kills this process as `death` says."""
 
-    def __init__(self, inner: Store, death: Death) -> None:
+    def __init__(self, inner: Store, death: Death | None) -> None:
         super().__init__(inner)
-        self._call, self._left = death.call, death.times
+        self._death, self._left = death, death.times if death else 0
+
+    @property
+    def traits(self) -> Traits:
+        """Those of the inner store, with smaller parts."""
+        inner = self.inner.traits
+        return replace(inner, part_bytes=min(PART_BYTES, inner.part_bytes))
 
     def before(self, number: int, call: str) -> None:
-        """Kill the process if this is the call."""
+        """Kill the process if this is the call, and it must not take effect."""
         del number
-        self._left -= call.split(maxsplit=1)[0] == self._call
-        if self._left == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._count(call, after=False)
+
+    def after(self, number: int, call: str) -> None:
+        """Kill the process if this is the call, and it took effect."""
+        del number
+        self._count(call, after=True)
+
+    def _count(self, call: str, *, after: bool) -> None:
+        if self._death and self._death.after == after and call.startswith(self._death.call):
+            self._left -= 1
+            if self._left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class _Hash(Protocol):

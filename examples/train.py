@@ -1,6 +1,7 @@
 """A small training job that saves regularly and resumes by itself, on any number of ranks.
 
     torchrun --nproc-per-node 4 examples/train.py runs/a
+    torchrun --nproc-per-node 4 examples/train.py s3://my-bucket/runs/a
 
 Kill it at any moment, and start it again with 2 or 3 ranks: it resumes from the newest whole checkpoint.
 Only `resume` and the one call of `milepost.save` are about checkpoints.
@@ -8,7 +9,6 @@ Only `resume` and the one call of `milepost.save` are about checkpoints.
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -86,36 +86,42 @@ def make_state(steps: int) -> State:
     return {"model": model, "optim": optimizer, "sched": scheduler, "step": 0}
 
 
-def checkpoint_at(run: Path, step: int) -> Path:
-    """The path of the checkpoint of a step."""
-    return run / f"step-{step:04d}"
+def checkpoint_at(run: str, step: int) -> str:
+    """The place of the checkpoint of a step."""
+    return f"{run}/step-{step:04d}"
 
 
-def newest_whole(run: Path) -> Path | None:
-    """The newest committed checkpoint. Skips what a killed job left unfinished."""
-    for path in sorted(run.glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")), reverse=True):
+def steps_of(run: str) -> list[int]:
+    """The steps that were saved, or begun, in a folder or an object store."""
+    folders = milepost.store.store_at(run).list("step-", shallow=True)
+    return sorted(int(folder.strip("/").removeprefix("step-")) for folder in folders)
+
+
+def newest_whole(run: str) -> int | None:
+    """The newest committed step. Skips what a killed job left unfinished."""
+    for step in reversed(steps_of(run)):
         try:
-            milepost.open(path).close()
+            milepost.open(checkpoint_at(run, step)).close()
         except milepost.CheckpointNotFound:
-            print(f"skipped {path.name}: unfinished", flush=True)
+            print(f"skipped step-{step:04d}: unfinished", flush=True)
         else:
-            return path
+            return step
     return None
 
 
-def resume(state: State, run: Path) -> Path | None:
-    """Load the newest whole checkpoint into `state`, from any number of ranks. Returns its path, or None."""
+def resume(state: State, run: str) -> int | None:
+    """Load the newest whole checkpoint into `state`, from any number of ranks. Returns its step, or None."""
     # One rank looks and broadcasts what it finds: on a network file system, ranks might see different files.
     found = [newest_whole(run) if dist.get_rank() == 0 else None]
     dist.broadcast_object_list(found)
     if found[0] is not None:
-        milepost.load(state, found[0])
-        say(f"resumed from {found[0].name} on {dist.get_world_size()} ranks")
+        milepost.load(state, checkpoint_at(run, found[0]))
+        say(f"resumed from step-{found[0]:04d} on {dist.get_world_size()} ranks")
     return found[0]
 
 
 def train(
-    state: State, run: Path, steps: int, save_every: int, place: Callable[[Path, int], milepost.Store | Path]
+    state: State, run: str, steps: int, save_every: int, place: Callable[[str, int], milepost.Store | str]
 ) -> None:
     """Train from the step of `state` to step `steps`. `place(run, step)` returns where a step is saved."""
     model, optimizer, scheduler = state["model"], state["optim"], state["sched"]
@@ -148,7 +154,7 @@ def say(text: str) -> None:
 def main() -> None:
     """Start or resume, and train to the end."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("run", type=Path, help="the folder for this run's checkpoints")
+    parser.add_argument("run", help="the folder, or the URL, for this run's checkpoints")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--save-every", type=int, default=4)
     options = parser.parse_args()

@@ -4,10 +4,14 @@ A `python` block runs. If its first line is `# name.py`, it is written to that f
 the blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block,
 lines with `$ ` are commands for a shell, and the lines below a command are found in its output, in this order.
 
-    python tests/pages.py docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
+A page whose first line is `<!-- server: s3 -->` (or `gcs`, `azure`) runs beside such a server, which has the bucket
+that its URLs name: `SERVERS`.
+
+    python -m tests.pages docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
 """
 
 import atexit
+import contextlib
 import multiprocessing
 import os
 import re
@@ -21,7 +25,10 @@ import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
+from faults import servers
+
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+SERVER = re.compile(r"\A<!-- server: (\w+) -->\n")
 FILE = re.compile(r"\A# (\w+\.py)\n")
 MARK = "\x1eblock"
 LIMIT_S = 150.0
@@ -50,6 +57,12 @@ def blocks(page):
     return [Block(found[1], found[2], found.start(2), found.end(2)) for found in BLOCK.finditer(page.read_text())]
 
 
+def server_of(page):
+    """The kind of server that a page needs, or None."""
+    found = SERVER.match(page.read_text())
+    return found and found[1]
+
+
 def execute(sources, folder, environment, on_warning):
     """Run the blocks as one program, with a mark before the output of each. The target of the forked process."""
     os.chdir(folder)
@@ -72,7 +85,7 @@ def execute(sources, folder, environment, on_warning):
     atexit._run_exitfuncs()
 
 
-def run_python(sources, folder, on_warning="error"):
+def run_python(sources, folder, on_warning="error", further=None):
     """What each of the blocks printed. Raises AssertionError, with the output, if one of them fails."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -80,7 +93,7 @@ def run_python(sources, folder, on_warning="error"):
     group = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    process = context.Process(target=execute, args=(sources, folder, group, on_warning))
+    process = context.Process(target=execute, args=(sources, folder, group | (further or {}), on_warning))
     process.start()
     process.join(LIMIT_S)
     if process.exitcode is None:
@@ -91,13 +104,14 @@ def run_python(sources, folder, on_warning="error"):
     return printed.split(f"{MARK}\n")[1:]
 
 
-def run_commands(text, folder):
+def run_commands(text, folder, further):
     """Run the commands of a `console` block, and look for the lines below each in its output."""
     root = Path(__file__).parent.parent
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(root / "src"),
         "OMP_NUM_THREADS": "1",
+        **further,
     }
     for command, shown in re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
         done = subprocess.run(
@@ -115,12 +129,32 @@ def shows(text, printed):
     return re.search(re.escape(text.strip()).replace(r"\.\.\.", ".*?"), printed) is not None
 
 
-def check(page, folder, stale=None):
+@dataclass(frozen=True, slots=True)
+class PageServer:
+    """A server for pages: its class, the fixture that shares one among tests, and the variable for its endpoint."""
+
+    kind: type
+    fixture: str
+    variable: str
+
+    def environment(self, server):
+        """The environment that leads to it."""
+        return {**server.environment, self.variable: server.endpoint}
+
+
+SERVERS = {
+    "s3": PageServer(servers.SeaweedFS, "seaweed", "AWS_ENDPOINT_URL"),
+    "gcs": PageServer(servers.SmallGcs, "small_gcs", "STORAGE_EMULATOR_HOST"),
+    "azure": PageServer(servers.Azurite, "azurite", "AZURE_STORAGE_ENDPOINT"),
+}
+
+
+def check(page, folder, stale=None, environment=None):
     """Run a page in an empty folder and compare. With `stale`, put (block, printed) there instead of failing."""
     everything = blocks(page)
     programs = [b.text for b in everything if b.kind == "python" and not FILE.match(b.text)]
     on_warning = "ignore" if page.parent.name == "frameworks" else "error"  # those of a framework are its own affair
-    outputs = iter(run_python(programs, folder, on_warning) if programs else [])
+    outputs = iter(run_python(programs, folder, on_warning, environment or {}) if programs else [])
     printed = ""
     for block in everything:
         name = FILE.match(block.text)
@@ -129,7 +163,7 @@ def check(page, folder, stale=None):
         elif block.kind == "python":
             printed += next(outputs)
         elif block.kind == "console":
-            run_commands(block.text, folder)
+            run_commands(block.text, folder, environment or {})
         elif block.kind == "text":
             if not block.text.strip() or not shows(block.text, printed):
                 assert stale is not None, f"{page} shows\n{block.text}\nbut this was printed:\n{printed}"
@@ -140,8 +174,11 @@ def check(page, folder, stale=None):
 def update(page):
     """Rewrite the `text` blocks of a page that are not what its code prints."""
     stale = []
-    with tempfile.TemporaryDirectory() as folder:
-        check(page, Path(folder), stale)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        server = SERVERS.get(server_of(page))
+        environment = server.environment(stack.enter_context(server.kind())) if server else {}
+        check(page, folder, stale, environment)
     text = page.read_text()
     for block, printed in reversed(stale):
         text = text[: block.start] + printed.rstrip() + "\n" + text[block.end :]

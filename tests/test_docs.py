@@ -51,8 +51,13 @@ def marks_of(page):
 
 
 @pytest.mark.parametrize("page", [pytest.param(p, marks=marks_of(p), id=name_of(p)) for p in RUNNING])
-def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path):
-    pages.check(page, tmp_path)
+def test_code_blocks_run_and_print_what_the_page_shows(page, tmp_path, request):
+    kind = pages.server_of(page)
+    environment = {}
+    if kind:
+        server = pages.SERVERS[kind]
+        environment = server.environment(request.getfixturevalue(server.fixture))
+    pages.check(page, tmp_path, environment=environment)
 
 
 @pytest.mark.parametrize("page", EVERYTHING, ids=name_of)

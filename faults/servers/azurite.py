@@ -11,7 +11,7 @@ from pathlib import Path
 from xml.etree import ElementTree as ET
 
 from faults.servers.asking import Answer, ask
-from faults.servers.object_server import BUCKET, ObjectServer
+from faults.servers.object_server import BUCKET, BUCKETS, ObjectServer
 
 ACCOUNT = "milepost"
 KEY = base64.b64encode(b"a key of the tests, no secret at all").decode()
@@ -58,8 +58,8 @@ class Azurite(ObjectServer):
         ]  # fmt: skip
 
     def is_ready(self) -> bool:
-        """Whether the container is there."""
-        return self._ask("PUT", f"/{BUCKET}", {"restype": "container"}).status in (201, 409)
+        """Whether the containers are there."""
+        return all(self._ask("PUT", f"/{name}", {"restype": "container"}).status in (201, 409) for name in BUCKETS)
 
     def remove(self, prefix: str) -> None:
         """Remove the objects below a prefix."""

@@ -14,6 +14,8 @@ from typing import ClassVar, Self
 from faults.servers.owned import NotStarted, OwnedProcess, free_ports
 
 BUCKET = "milepost"
+BUCKETS = (BUCKET, "my-bucket", "my-container")
+"""All that a server has: the first is for tests, the others are those that the documentation names."""
 _ATTEMPTS = 3
 
 

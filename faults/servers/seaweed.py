@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 from faults.servers.asking import ask
-from faults.servers.object_server import BUCKET, ObjectServer
+from faults.servers.object_server import BUCKET, BUCKETS, ObjectServer
 
 REGION = "us-east-1"
 
@@ -88,6 +88,8 @@ class SeaweedFS(ObjectServer):
         """Whether objects can be written (volumes come last), and S3 answers: a bucket that is there is forbidden."""
         ready = f"/buckets/{BUCKET}/ready"
         written = self._filer("PUT", ready, b"yes") < 300 and self._filer("DELETE", ready) < 300
+        for bucket in BUCKETS[1:]:
+            self._filer("POST", f"/buckets/{bucket}/")  # its volumes are made by the first object
         return written and ask(self.address[1], "GET", f"/{BUCKET}?list-type=2&max-keys=1").status in (200, 403)
 
     def remove(self, prefix: str) -> None:

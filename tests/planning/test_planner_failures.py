@@ -114,7 +114,7 @@ def test_requests_that_make_no_sense_are_refused(tmp_path):
     with pytest.raises(InvalidRequest, match="overwrite"):
         milepost.save({"a": 1}, storage_writer=CheckpointWriter(tmp_path, overwrite=False))
     assert CheckpointWriter.validate_checkpoint_id(tmp_path)
-    assert not CheckpointWriter.validate_checkpoint_id("s3://bucket/x")
+    assert not CheckpointWriter.validate_checkpoint_id("s3://")
     assert CheckpointReader(tmp_path).read_metadata().state_dict_metadata.keys() == {"a"}
 
 

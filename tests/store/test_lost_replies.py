@@ -104,8 +104,14 @@ def read(store):
         return checkpoint["n"]
 
 
+def skip_unused(store, kind):
+    if store.traits.part_bytes and kind in ("writer", "commit"):
+        pytest.skip("a save to an object store makes no such request")
+
+
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_a_repeated_request_that_finds_itself_is_success(store, kind):
+    skip_unused(store, kind)
     losing = ReplyLosingStore(store, [kind], repeats=True)
     milepost.save(state(1), losing)
     milepost.save(state(2), losing)
@@ -118,6 +124,7 @@ def test_a_repeated_request_that_finds_itself_is_success(store, kind):
 @pytest.mark.parametrize("after", [False, True])
 @pytest.mark.parametrize("kind", REQUESTS)
 def test_after_no_reply_the_old_or_the_new_is_whole(store, kind, after):
+    skip_unused(store, kind)
     milepost.save(state(1), store)
     losing = ReplyLosingStore(store, [kind], after=after)
     try:
@@ -128,7 +135,9 @@ def test_after_no_reply_the_old_or_the_new_is_whole(store, kind, after):
         assert "no reply" in text
     assert losing.lost > 0
     # A manifest that is there is looked at, and a sweep that fails is made up for by the next one.
-    assert raised == (kind in ("writer", "commit") or (kind == "create" and not after))
+    # In an object store a part of the data is created too, and its saver does not look whose it is.
+    creates_data = store.traits.part_bytes > 0
+    assert raised == (kind in ("writer", "commit") or (kind == "create" and (creates_data or not after)))
     assert read(store) == (1 if raised else 2)
     milepost.save(state(3), store)
     assert read(store) == 3

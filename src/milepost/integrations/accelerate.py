@@ -26,6 +26,7 @@ from milepost.saving.options import SaveKeywords
 from milepost.saving.pipeline import Receipt
 from milepost.state.take_apart import PerRank
 from milepost.steps.checkpointer import Checkpointer
+from milepost.store.spelling import inside
 
 try:
     from accelerate import Accelerator
@@ -327,7 +328,7 @@ class InstalledStates:
             self._is_newest = True  # those above are damaged
 
     def _folder_of(self, step: int) -> str:
-        return os.path.join(self._accelerator.project_dir, _STEPS, _NAMES.format(step=step))
+        return inside(inside(self._accelerator.project_dir, _STEPS), _NAMES.format(step=step))
 
     def wait(self) -> None:
         """Return once no save is under way. Raises the error of the last one, if it was not asked for."""
@@ -368,7 +369,7 @@ def install(accelerator: Accelerator, *, wait: bool = True, **options: Any) -> I
         keeper = None
     else:
         given = {"keep_last": project.total_limit, "names": _NAMES, **options}
-        keeper = Checkpointer(os.path.join(accelerator.project_dir, _STEPS), **given)
+        keeper = Checkpointer(inside(accelerator.project_dir, _STEPS), **given)
     installed = InstalledStates(accelerator, keeper, wait=wait)
     accelerator.save_state, accelerator.load_state = installed.save_state, installed.load_state
     return installed
@@ -376,6 +377,8 @@ def install(accelerator: Accelerator, *, wait: bool = True, **options: Any) -> I
 
 def _is_accelerates(path: str | os.PathLike[str]) -> bool:
     """Whether Accelerate saved this folder; the random numbers come last."""
+    if "://" in os.fspath(path):  # Accelerate's own are in folders only
+        return False
     return any(Path(path).glob(_OLD_FILES)) and not _is_ours(path)
 
 

@@ -25,7 +25,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFou
 from milepost.integrations.accelerate import bare_optimizer, random_of_other_ranks, random_state, set_random_state
 from milepost.state.take_apart import PerRank
 from milepost.steps.checkpointer import Checkpointer
-from milepost.store import store_at
+from milepost.store import LocalStore, store_at
 
 try:
     from accelerate.utils import broadcast_object_list
@@ -61,6 +61,7 @@ class MilepostCheckpoints(_Base):
     """
 
     def __init__(self, *args: Any, async_saves: bool = False, **kwargs: Any) -> None:
+        _refuse_url(kwargs.get("args", args[1] if len(args) > 1 else None))
         super().__init__(*args, **kwargs)
         self._async_saves = async_saves
         self._keeper: Checkpointer | None = None
@@ -262,6 +263,17 @@ def _bests_in(keeper: Checkpointer) -> float:
             with keeper.open(best) as checkpoint:
                 return float(checkpoint.metadata["metrics"][_BEST])
     return 0.0
+
+
+def _refuse_url(arguments: Any) -> None:
+    """Before the Trainer makes a folder named `s3:`. Raises InvalidRequest."""
+    folder = str(getattr(arguments, "output_dir", None) or "")
+    store = store_at(folder or ".")  # raises for a URL that lost a slash
+    if not isinstance(store, LocalStore):
+        raise InvalidRequest(
+            f"output_dir={store.url!r}: the Trainer keeps other files there too, so it is a folder. Save to a folder "
+            "that is mounted, or use milepost.Checkpointer in a callback"
+        )
 
 
 def _newest(folder: str) -> str | None:

@@ -106,8 +106,13 @@ class HttpStore(ReadOnlyStore):
             raise
 
     def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
-        """Those of the names by which checkpoints are recognised that start with `prefix` and are there."""
-        found = iter([*self._manifests(prefix), *self._there([name for name in _KNOWN if name.startswith(prefix)])])
+        """Those of the names by which checkpoints are recognised that start with `prefix` and are there.
+
+        Beside a manifest only an index of DCP matters.
+        """
+        manifests = self._manifests(prefix)
+        names = [n for n in _KNOWN if n.startswith(prefix) and (n.endswith(".metadata") or not manifests)]
+        found = iter([*manifests, *self._there(names)])
         return top_names(found, prefix) if shallow else found
 
     def _manifests(self, prefix: str) -> tuple[str, ...]:

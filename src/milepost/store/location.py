@@ -22,7 +22,7 @@ from milepost.store.spelling import no_place, spelled
 
 Location = str | bytes | os.PathLike[str] | os.PathLike[bytes] | Store
 
-_VERBS = ("create", "writer", "reader", "list", "delete", "url")
+_VERBS = ("create", "writer", "reader", "list", "delete", "url", "traits")
 # Memory stores by name, for as long as the process lives: `memory://a` must be the same place in each call.
 _MEMORY: dict[str, MemoryStore] = {}
 

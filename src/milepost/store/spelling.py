@@ -49,6 +49,15 @@ def shown(path: object) -> str:
     return without_secrets(text)
 
 
+def inside(path: str | os.PathLike[str], name: str) -> str:
+    """The path or URL of a name below a place. The settings of a URL stay at its end."""
+    place = spelled(path)
+    if "://" not in place or place.lower().startswith("file://"):
+        return os.path.join(place, name)
+    base, mark, query = place.partition("?")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
 def without_secrets(url: str) -> str:
     """A URL without its password and its query; a path as it is."""
     scheme, separator, rest = url.partition("://")

@@ -9,7 +9,7 @@ import torch
 import milepost
 from milepost.integrations.lightning_shared.parts import device_of
 from milepost.integrations.lightning_shared.reading import Trusted, read_state
-from milepost.integrations.lightning_shared.saves import folder_of
+from milepost.integrations.lightning_shared.saves import place_to_read
 
 M = TypeVar("M")
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -37,7 +37,7 @@ def load_from_checkpoint(
         raise milepost.InvalidRequest(f"{module!r} is not a LightningModule or LightningDataModule")
     options = save_options or {}
     trusted = Trusted(tuple(options.get("types", ())), options.get("allow_pickle", False))
-    checkpoint = read_state(os.path.realpath(folder_of(path)), trusted)
+    checkpoint = read_state(place_to_read(path), trusted)
     checkpoint.pop("optimizer_states", None)  # twice the size of the model, and of no use here
     saving = importlib.import_module(f"{package}.core.saving")
     migration = importlib.import_module(f"{package}.utilities.migration")

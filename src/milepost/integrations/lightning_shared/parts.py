@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 import milepost
 from milepost.comm import TIMEOUT_S
 from milepost.integrations.lightning_shared.reading import Keys, SavedParts, Trusted
+from milepost.store.spelling import shown
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
@@ -95,7 +96,7 @@ def fill(
     wrong += chain.from_iterable(target.wrong for target in targets.values())
     if wrong:
         lines = "\n  ".join(wrong[:50])
-        raise milepost.StateMismatch(f"{saved.path} does not fit:\n  {lines}")
+        raise milepost.StateMismatch(f"{shown(saved.path)} does not fit:\n  {lines}")
     target: dict[Any, Any] = {}
     for keys, state in chain(states.items(), ((keys, each.state) for keys, each in targets.items())):
         _put(target, keys, state)

@@ -1,6 +1,5 @@
 """What a `CheckpointIO` of Lightning does with Milepost: one process saves, each process loads all of it."""
 
-import os
 from typing import Any
 
 import milepost
@@ -8,7 +7,7 @@ from milepost.background.engine import Background
 from milepost.comm import TIMEOUT_S
 from milepost.integrations.lightning_shared.parts import device_of
 from milepost.integrations.lightning_shared.reading import Trusted, read_state, to_device
-from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way, folder_of
+from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way, place_of, place_to_read
 from milepost.saving.options import SaveSettings
 
 
@@ -31,7 +30,7 @@ class WholeCheckpoints:
             raise milepost.InvalidRequest(
                 f"{type(self).__name__} has no storage_options: pass the options of milepost.save as save_options"
             )
-        where = folder_of(path)
+        where = place_of(path)
         clear_the_way(where)
         self._saves.save(checkpoint, where)
 
@@ -42,7 +41,7 @@ class WholeCheckpoints:
         self._saves.join()
         options = self._saves.options
         pickles = weights_only is False or options.get("allow_pickle", False)
-        state = read_state(os.path.realpath(folder_of(path)), Trusted(tuple(options.get("types", ())), pickles))
+        state = read_state(place_to_read(path), Trusted(tuple(options.get("types", ())), pickles))
         if map_location is not None:
             to_device(state, device_of(map_location))
         return state

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 
 import milepost
+from milepost.store import LocalStore, Location, Store, Within, store_at
+from milepost.store.spelling import inside, shown
 
 _log = logging.getLogger("milepost")
 META = "meta.pt"
@@ -39,7 +41,7 @@ class SavedParts:
     has in place of the tensors.
     """
 
-    path: str
+    path: Location
     models: dict[Keys, frozenset[str]]
     optimizers: dict[Keys, dict[str, Any]]
     rest: dict[str, Any]
@@ -55,7 +57,7 @@ def trainer_parts(tree: Mapping[str, Any]) -> tuple[Sequence[Keys], Sequence[Key
     return [(model,)], [(f"{_OPTIMIZER}{number}",) for number in sorted(filter(str.isdigit, numbers), key=int)]
 
 
-def read_state(path: str, trusted: Trusted) -> dict[str, Any]:
+def read_state(path: Location, trusted: Trusted) -> dict[str, Any]:
     """The whole checkpoint as the trainer knows it, with tensors on the CPU. Raises CheckpointNotFound."""
     with _opened(path, trusted) as (tree, meta):
         if meta is None:
@@ -67,7 +69,7 @@ def read_state(path: str, trusted: Trusted) -> dict[str, Any]:
         return {key: _read(value) for key, value in found.items()}
 
 
-def read_parts(path: str, trusted: Trusted, find: FindParts) -> SavedParts:
+def read_parts(path: Location, trusted: Trusted, find: FindParts) -> SavedParts:
     """What there is to load into models and optimizers, and the rest, read. Raises CheckpointNotFound."""
     with _opened(path, trusted) as (tree, meta):
         models, optimizers = find(tree)
@@ -82,12 +84,17 @@ def read_parts(path: str, trusted: Trusted, find: FindParts) -> SavedParts:
 
 
 def newest_checkpoint(folder: str | os.PathLike[str]) -> str | None:
-    """The path of the checkpoint in `folder` with the highest `global_step`; None if there is none.
+    """The path of the checkpoint in `folder`, a path or URL, with the highest `global_step`; None if there is none.
 
     Finds checkpoints of Milepost and of Lightning. What a killed save left does not count. Pass the result to
     `trainer.fit(ckpt_path=...)`, where None starts from the beginning. Raises CheckpointDamaged for a checkpoint that
     was committed and cannot be read.
     """
+    store = store_at(folder)
+    if not isinstance(store, LocalStore):
+        names = [name.removesuffix("/") for name in store.list("", shallow=True) if name.endswith("/")]
+        steps = [(step, name) for name in names if (step := _step_of(Within(store, name))) is not None]
+        return inside(os.fspath(folder), max(steps)[1]) if steps else None
     found = [(step, path) for path in _entries(Path(folder).expanduser()) if (step := _step_of(path)) is not None]
     if not found:
         return None
@@ -104,9 +111,9 @@ def _entries(root: Path) -> Iterable[Path]:
     return [path for path in entries if not path.is_symlink() and (path.is_dir() or path.suffix in (".ckpt", ".pt"))]
 
 
-def _step_of(path: Path) -> int | None:
+def _step_of(path: Path | Store) -> int | None:
     try:
-        with milepost.open(path / META if _is_lightnings(path) else path) as checkpoint:
+        with milepost.open(path / META if isinstance(path, Path) and _is_lightnings(path) else path) as checkpoint:
             found = checkpoint.get(STEP)
     except (milepost.CheckpointNotFound, milepost.UnsupportedFormat) as error:
         _log.info("%s holds no checkpoint: %s", path, error)
@@ -115,7 +122,7 @@ def _step_of(path: Path) -> int | None:
 
 
 @contextlib.contextmanager
-def _opened(path: str, trusted: Trusted) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
+def _opened(path: Location, trusted: Trusted) -> Iterator[tuple[dict[str, Any], dict[str, Any] | None]]:
     """The state with lazy tensors; and, from a folder of Lightning's strategies, what they keep beside the shards."""
     with _advising():
         checkpoint = milepost.open(path, types=trusted.types, allow_pickle=trusted.allow_pickle)
@@ -123,8 +130,9 @@ def _opened(path: str, trusted: Trusted) -> Iterator[tuple[dict[str, Any], dict[
         with _advising():
             tree = checkpoint.tree()
         if not isinstance(tree, dict):
-            raise milepost.UnsupportedFormat(f"{path} is no checkpoint of a trainer: it holds a {type(tree).__name__}")
-        if not _is_lightnings(path):
+            held = type(tree).__name__
+            raise milepost.UnsupportedFormat(f"{shown(path)} is no checkpoint of a trainer: it holds a {held}")
+        if not isinstance(path, str) or not _is_lightnings(path):
             yield tree, None
             return
         with _opened(os.path.join(path, META), trusted) as (meta, _):

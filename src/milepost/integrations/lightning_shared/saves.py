@@ -17,7 +17,7 @@ from milepost.commit.removal import remove_checkpoint
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
 from milepost.saving.options import SAVE_SETTINGS, SaveSettings, one_of
-from milepost.store import LocalStore, Location, store_at
+from milepost.store import LocalStore, Location, Store, store_at
 
 _log = logging.getLogger("milepost")
 ASIDE = ".before-milepost.ckpt"
@@ -30,13 +30,17 @@ _REFUSED = (
 )
 
 
+Place = Path | Store
+"""A folder, or a place that is none."""
+
+
 class Removals:
     """The checkpoints to remove once one save is committed."""
 
     def __init__(self) -> None:
-        self._lock, self._waiting, self._committed = threading.Lock(), list[Path](), False
+        self._lock, self._waiting, self._committed = threading.Lock(), list[Place](), False
 
-    def add(self, path: Path) -> None:
+    def add(self, path: Place) -> None:
         """Remove this after the commit: now, if that has happened; never, if it does not happen."""
         with self._lock:
             if not self._committed:
@@ -100,7 +104,7 @@ class TrainerSaves:
 
         If that fails, or has failed already, it stays: it may be all that there is.
         """
-        where = folder_of(path)
+        where = place_of(path)
         if self._removals is not None:
             self._removals.add(where)
         else:
@@ -142,19 +146,25 @@ def checked_options(options: SaveSettings | None) -> SaveSettings:
     return checked
 
 
-def folder_of(path: Location) -> Path:
-    """The folder that a path or a file URL names. Raises InvalidRequest for other places."""
+def place_of(path: Location) -> Place:
+    """The folder that a path or a file URL names, or the store at another URL. Raises InvalidRequest."""
     store = store_at(path)
-    if not isinstance(store, LocalStore):
-        raise milepost.InvalidRequest(f"{path!r}: Lightning's checkpoints are in folders, so pass a path")
-    return store.root
+    return store.root if isinstance(store, LocalStore) else store
 
 
-def clear_the_way(path: Path) -> None:
+def place_to_read(path: Location) -> Location:
+    """The same, where a link to a folder stands for the folder."""
+    where = place_of(path)
+    return os.path.realpath(where) if isinstance(where, Path) else where
+
+
+def clear_the_way(path: Place) -> None:
     """Move a file aside that stands where a checkpoint is to be saved: one that Lightning wrote. It is never deleted.
 
     A folder of `torch.distributed.checkpoint` may stay: see `milepost.commit.beside`.
     """
+    if not isinstance(path, Path):
+        return
     if path.is_symlink():
         path.unlink()  # of `ModelCheckpoint(save_last="link")`: saving through it would replace what it leads to
     elif path.is_file():
@@ -163,11 +173,15 @@ def clear_the_way(path: Path) -> None:
         _log.warning("%s was not saved by Milepost. It is kept as %s", path, aside)
 
 
-def remove_durably(path: Path) -> None:
+def remove_durably(path: Place) -> None:
     """Remove a checkpoint of Milepost, or a link to one, so that a power cut does not bring back a part of it.
 
     What another library wrote stays, and is named in a warning; so does what a killed save left.
     """
+    if not isinstance(path, Path):
+        if newest_generation(path):
+            remove_checkpoint(path)
+        return
     if path.is_symlink():
         path.unlink()
         return
@@ -182,7 +196,7 @@ def remove_durably(path: Path) -> None:
         path.rmdir()
 
 
-def _remove_or_log(path: Path) -> None:
+def _remove_or_log(path: Place) -> None:
     """In the background a checkpoint that cannot be removed is no reason to call a save failed that is committed."""
     try:
         remove_durably(path)

@@ -1,6 +1,5 @@
 """What strategies with sharded state get in place of their own way to save, load and remove checkpoints."""
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -21,8 +20,9 @@ from milepost.integrations.lightning_shared.reading import (
     read_parts,
     trainer_parts,
 )
-from milepost.integrations.lightning_shared.saves import TrainerSaves, clear_the_way, folder_of
+from milepost.integrations.lightning_shared.saves import Place, TrainerSaves, clear_the_way, place_of, place_to_read
 from milepost.saving.options import SaveSettings
+from milepost.store.spelling import shown
 
 T = TypeVar("T")
 
@@ -53,10 +53,10 @@ class SavesShards:
                 f"{type(self).__name__} has no storage_options: pass the options of milepost.save as save_options"
             )
 
-        def prepare() -> str:
-            where = folder_of(path)
+        def prepare() -> Place:
+            where = place_of(path)
             clear_the_way(where)
-            return str(where)
+            return where
 
         where = self._by_rank_0(prepare)
         self._saves.save(part_of_rank(state, shared, self.global_rank), where)
@@ -65,7 +65,7 @@ class SavesShards:
         """What rank 0 finds at its path, on every rank."""
         self._saves.join()
         trusted = self.trusted(weights_only)
-        return self._by_rank_0(lambda: read_parts(os.path.realpath(folder_of(path)), trusted, find))
+        return self._by_rank_0(lambda: read_parts(place_to_read(path), trusted, find))
 
     def trusted(self, weights_only: bool | None) -> Trusted:
         """What may be made while reading; `weights_only=False` is the user's word that pickles may be run."""
@@ -133,7 +133,7 @@ class TrainerSavesShards(SavesShards):
         optimizers = [bare(optimizer) for optimizer in self.optimizers] if fitting else []
         if optimizers and len(optimizers) != len(saved.optimizers):
             raise milepost.StateMismatch(
-                f"{saved.path} has {len(saved.optimizers)} optimizers, and the trainer has {len(optimizers)}. A "
+                f"{shown(saved.path)} has {len(saved.optimizers)} optimizers, and the trainer has {len(optimizers)}. A "
                 "checkpoint of weights only cannot resume `fit`: load it into the module before, or use `validate`"
             )
         owned = {keys: (self.model, each) for keys, each in zip(saved.optimizers, optimizers, strict=False)}
@@ -176,7 +176,9 @@ class FabricSavesShards(SavesShards):
         saved = self.read_parts(path, lambda _tree: (list(models), list(optimizers)), weights_only)
         missing = [key for key in state if key not in saved.rest and (key,) not in models and (key,) not in optimizers]
         if missing and strict:
-            raise milepost.StateMismatch(f"{saved.path} has no {missing}. With strict=False they stay as they are")
+            raise milepost.StateMismatch(
+                f"{shown(saved.path)} has no {missing}. With strict=False they stay as they are"
+            )
         owned = {keys: (_owner(each, state), each) for keys, each in optimizers.items()}
         fill(saved, models, owned, self.filling(weights_only, strict))
         for key in state.keys() & saved.rest.keys():

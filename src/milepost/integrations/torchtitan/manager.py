@@ -37,6 +37,7 @@ from milepost.integrations.torchtitan.settings import ASYNC_MODES, ManagerFields
 from milepost.saving.pipeline import Receipt
 from milepost.state.take_apart import is_stateful
 from milepost.steps.checkpointer import Checkpointer
+from milepost.store.spelling import inside, shown
 
 STEPS = "step-{step}"
 """How torchtitan names the folders of steps."""
@@ -114,7 +115,8 @@ class CheckpointManager(BaseCheckpointManager):
         if not self.enable:
             return
         self.config = config
-        self.folder = filesystem.join(base_folder, config.folder)
+        remote = filesystem.is_remote(base_folder) and not filesystem.is_remote(config.folder)
+        self.folder = (inside if remote else filesystem.join)(base_folder, config.folder)
         self.sd_adapter = sd_adapter
         self.states = states
         self.states.update(
@@ -135,7 +137,7 @@ class CheckpointManager(BaseCheckpointManager):
             timeout_s=config.timeout_s,
             **ASYNC_MODES[config.async_mode],
         )
-        logger.info(f"Milepost saves steps to {self.folder}, and resumes from the newest whole one there.")
+        logger.info(f"Milepost saves steps to {shown(self.folder)}, and resumes from the newest whole one there.")
 
     def _check(self) -> None:
         """Refuse what only the objects of the job can tell."""
@@ -148,6 +150,12 @@ class CheckpointManager(BaseCheckpointManager):
         for name in ("last_save_in_hf", "initial_load_in_hf"):
             if getattr(self.config, name) and self.sd_adapter is None:
                 raise ValueError(f"checkpoint.{name}: this model has no state dict adapter, so it has no names for it")
+
+        if self.config.last_save_in_hf and filesystem.is_remote(self.folder):
+            raise InvalidRequest(
+                f"checkpoint.last_save_in_hf: safetensors files are written to a folder of a file system, not to "
+                f"{shown(self.folder)}. Set it to False, and export from the last step with milepost.convert"
+            )
 
     # Saving
 
@@ -192,7 +200,7 @@ class CheckpointManager(BaseCheckpointManager):
         timeout_s = self.config.timeout_s
         export_safetensors(self.sd_adapter.to_hf(model), folder, overwrite=True, timeout_s=timeout_s)
         # A step of the same number, of an earlier run, would be taken for what was saved now.
-        comm, call = ranks_of(None, timeout_s), Call("saving to", folder)
+        comm, call = ranks_of(None, timeout_s), Call("saving to", shown(folder))
         with calling(comm, call):
             leftover = broadcast(comm, call, _LEFTOVER, lambda: _is_ours(folder))
         if leftover:
@@ -209,7 +217,7 @@ class CheckpointManager(BaseCheckpointManager):
         return {name: _StatefulPart(part) if is_stateful(part) else part for name, part in parts.items()}
 
     def _folder_of(self, step: int) -> str:
-        return f"{self.folder}/{STEPS.format(step=step)}"
+        return inside(self.folder, STEPS.format(step=step))
 
     def _wait_for_saving(self) -> None:
         """Wait for the save in the background. Raises what went wrong, on every rank."""
@@ -243,7 +251,7 @@ class CheckpointManager(BaseCheckpointManager):
             loaded = self._resume(step) or self._load_initial()
         if loaded:
             GarbageCollection.collect("Collecting after a checkpoint was loaded.")
-            logger.info(f"Loaded {loaded} in {time.monotonic() - begin:.2f} s.")
+            logger.info(f"Loaded {shown(loaded)} in {time.monotonic() - begin:.2f} s.")
         else:
             logger.info("There is no checkpoint to load: training starts anew.")
         return bool(loaded)
@@ -253,7 +261,7 @@ class CheckpointManager(BaseCheckpointManager):
         skipped: dict[int, str] = {}
         comm = ranks_of(None, self.config.timeout_s)
         while True:
-            with calling(comm, Call("restoring from", self.folder)) as call:
+            with calling(comm, Call("restoring from", shown(self.folder))) as call:
                 chosen = broadcast(comm, call, _CHOOSING, lambda: self._choose(step, skipped))
             if chosen.step is None:
                 return ""
@@ -331,6 +339,10 @@ class CheckpointManager(BaseCheckpointManager):
         config = self.config
         place = config.initial_load_path or (config.initial_load_in_hf and self.sd_adapter.hf_assets_path) or ""
         if config.initial_load_in_hf:
+            if filesystem.is_remote(place):
+                raise InvalidRequest(
+                    f"checkpoint.initial_load_in_hf reads a folder of a file system, not {shown(place)}: copy it first"
+                )
             if not place or not filesystem.isdir(place):
                 raise InvalidRequest(
                     f"checkpoint.initial_load_in_hf: there is no folder {place!r}; set checkpoint.initial_load_path, "
@@ -341,7 +353,7 @@ class CheckpointManager(BaseCheckpointManager):
             without_data = False
             if not config.initial_load_model_only:
                 comm = ranks_of(None, config.timeout_s)
-                with calling(comm, Call("loading", place)) as call:
+                with calling(comm, Call("loading", shown(place))) as call:
                     without_data = broadcast(comm, call, _CHOOSING, lambda: self._initial_choice(place)).without_data
             self._fill(place, config.initial_load_model_only, without_data)
         return place

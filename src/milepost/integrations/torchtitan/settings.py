@@ -1,6 +1,6 @@
 """The configuration of the checkpoint manager: torchtitan's fields, a few more, and what is refused."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal
 
@@ -10,6 +10,7 @@ from milepost.comm import TIMEOUT_S
 from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest
 from milepost.store import store_at
+from milepost.store.location import store_to_save
 
 ASYNC_MODES: Mapping[str, dict[str, Any]] = {
     "disabled": {},
@@ -51,8 +52,8 @@ class ManagerFields(BaseCheckpointManager.Config):
             usual = field.default if field.default_factory is MISSING else field.default_factory()
             if field.name not in HONOURED and getattr(self, field.name) != usual:
                 raise ValueError(f"this version of Milepost does not know checkpoint.{field.name}")
-        for name in ("folder", "initial_load_path"):
-            _refuse_remote(name, getattr(self, name))
+        _check_place("folder", self.folder, store_at if self.load_only else store_to_save)
+        _check_place("initial_load_path", self.initial_load_path, store_at)
         if self.create_seed_checkpoint and self.load_only:
             raise ValueError("checkpoint.load_only allows no save, so no seed checkpoint either")
         if self.create_seed_checkpoint and self.last_save_in_hf:
@@ -67,8 +68,8 @@ def _one_of(name: str, value: Any, known: Iterable[str]) -> None:
         raise ValueError(f"checkpoint.{name} is one of {', '.join(known)}, not {value!r}")
 
 
-def _refuse_remote(name: str, place: str | None) -> None:
+def _check_place(name: str, place: str | None, find: Callable[[str], object]) -> None:
     try:
-        store_at(place or ".")
+        find(place or ".")
     except InvalidRequest as error:
         raise InvalidRequest(f"checkpoint.{name}: {error}") from None
