@@ -215,7 +215,7 @@ TEXTS = [
     (status(429, ""), Why.THROTTLED),
     (status(400, "<Code>XAmzContentSHA256Mismatch</Code>"), Why.DAMAGED),
     (status(599, ""), Why.BUSY),
-    ("x HttpError {\n kind: Timeout,", Why.UNANSWERED),
+    ("x HttpError {\n kind: Timeout,", Why.LATE),
     ("x HttpError {\n kind: Interrupted,", Why.UNANSWERED),
     ("x HttpError {\n kind: Connect, invalid peer certificate: UnknownIssuer", Why.UNTRUSTED),
     ("Error performing PUT http://169.254.169.254/latest/api/token in 1s - HttpError", Why.NO_CREDENTIALS),

@@ -210,7 +210,7 @@ class CloudStore:
     def _delete_one(self, name: str) -> Exception | None:
         key = self._place.key(name)
         try:
-            self._asker.ask_or({Why.ABSENT}, "delete", name, lambda client: client.delete(key), bulk=False)
+            self._asker.ask_or({Why.ABSENT}, "delete", name, lambda client: client.delete(key), use="delete one")
         except StorageError as error:
             return error
         return None
