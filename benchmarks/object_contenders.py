@@ -17,7 +17,6 @@ import boto3
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import State
-from faults.servers.setting import set_environment
 from object_show import CONNECTOR, MILEPOST, PART_BYTES, RAW, S3FS
 
 import milepost
