@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, NoReply, StorageError
 from milepost.store.cloud.advice import advice
 from milepost.store.cloud.client import Clients, Use, check_process, endpoint_of
+from milepost.store.cloud.credentials import known_secrets
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
@@ -45,7 +46,8 @@ class Service:
         self.clients = Clients(place, options)
         self.pace = Pace(options.requests, options.patience_s)
         self._lock = threading.Lock()
-        self._is_checked = place.provider != "s3" or not endpoint_of(options, os.environ)
+        self.endpoint = endpoint_of(place, options, os.environ)
+        self._is_checked = place.provider != "s3" or not self.endpoint
 
     def take_check(self) -> bool:
         """Whether the caller is the first who should look if a second object of one name is refused.
@@ -153,7 +155,7 @@ class Asker:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
             return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
-        return understand(str(error), self.options.secrets())
+        return understand(str(error), known_secrets(self.options, os.environ))
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
         url = f"{self.place.url}/{name}" if name else self.place.url
@@ -164,7 +166,7 @@ class Asker:
         said = f"cannot {_VERBS[verb]} {url}: {refusal.words}"
         if trial.failures > 1:
             said += f" (asked {trial.failures} times in {self.service.pace.clock.now() - trial.began:.0f} s)"
-        said += f". {advice(refusal, verb, self.place, self.options)}"
+        said += f". {advice(refusal, verb, self.place, self.options, self.service.endpoint)}"
         if verb == "put" and trial.may_act:
             return NoReply(f"{said} Nobody knows whether the object was written, or still will be.")
         return StorageError(said)
