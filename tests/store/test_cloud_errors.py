@@ -2,7 +2,13 @@
 
 import datetime as dt
 import os
+import shutil
+import ssl
+import subprocess
+import threading
 import traceback
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,6 +17,7 @@ from faults.proxy import Rule
 from faults.servers.seaweed import KEYS, OTHER_KEYS
 from milepost.store import CloudOptions, CloudStore, store_at
 from milepost.store.cloud import retry
+from milepost.store.cloud.credentials import known_secrets
 from milepost.store.cloud.replies import Why, scrub, understand
 
 SECRET = "hidden+Secret/0123456789"
@@ -98,10 +105,65 @@ def test_an_endpoint_that_is_not_there_is_an_error_soon(endpoint):
     assert SECRET not in shown(raised.value)
 
 
+def test_an_endpoint_of_the_environment_is_checked_and_named(monkeypatch):
+    options = CloudOptions(access_key_id="known", secret_access_key=SECRET, region="us-east-1", **QUICK)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(milepost.StorageError, match=r"Is the endpoint http://127\.0\.0\.1:1 right"):
+        CloudStore("s3://bucket-1/a", options).create("x", b"")
+    variables = {"s3": "AWS_ENDPOINT_URL_S3", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
+    for scheme, name in variables.items():
+        monkeypatch.setenv(name, "127.0.0.1:9000" if scheme != "gs" else "ftp://host")
+        with pytest.raises(milepost.InvalidRequest, match=f"{name} of the environment is a URL that begins with http"):
+            CloudStore(f"{scheme}://bucket-2/a", CloudOptions(account="a", **QUICK)).create("x", b"")
+
+
 def test_a_server_without_tls_is_told(seaweed):
     secure = seaweed.endpoint.replace("http:", "https:")
     with seaweed.place(secure) as url, pytest.raises(milepost.StorageError, match="does not speak TLS"):
         store_at(url).create("x", b"")
+
+
+def openssl(folder, *arguments):
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+class Taking(BaseHTTPRequestHandler):
+    """Takes objects, each name once."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(412 if self.path in self.server.taken else 200)
+        self.server.taken.add(self.path)
+        for name, value in (("ETag", '"1"'), ("Content-Length", "0")):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_args):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl, which is not there")
+def test_a_certificate_of_ones_own_is_trusted_by_ca_file(tmp_path):
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    names = ("-subj", "/CN=milepost tests", "-addext", "subjectAltName=IP:127.0.0.1")
+    openssl(tmp_path, *new, "-keyout", "key.pem", "-out", "cert.pem", *names, "-addext", "basicConstraints=CA:FALSE")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Taking)
+    server.taken = set()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = CloudOptions(endpoint=f"https://127.0.0.1:{server.server_port}", anonymous=True, **QUICK)
+    try:
+        with pytest.raises(milepost.StorageError, match=r"certificate is not trusted.*pass .* as ca_file"):
+            CloudStore("s3://bucket/a", options).create("x", b"1")
+        CloudStore("s3://bucket/a", replace(options, ca_file=tmp_path / "cert.pem")).create("x", b"1")
+        assert server.taken == {"/bucket/a/x"}
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
@@ -203,7 +265,7 @@ TEXTS = [
     (status(429, ""), Why.THROTTLED),
     (status(400, "<Code>XAmzContentSHA256Mismatch</Code>"), Why.DAMAGED),
     (status(599, ""), Why.BUSY),
-    ("x HttpError {\n kind: Timeout,", Why.UNANSWERED),
+    ("x HttpError {\n kind: Timeout,", Why.LATE),
     ("x HttpError {\n kind: Interrupted,", Why.UNANSWERED),
     ("x HttpError {\n kind: Connect, invalid peer certificate: UnknownIssuer", Why.UNTRUSTED),
     ("Error performing PUT http://169.254.169.254/latest/api/token in 1s - HttpError", Why.NO_CREDENTIALS),
@@ -219,6 +281,17 @@ def test_replies_are_understood_and_scrubbed(text, why):
     assert SECRET not in repr(understand(text)), "known or not"
 
 
+def test_secrets_of_the_environment_are_known():
+    env = {"AWS_SECRET_ACCESS_KEY": "one1", "AZURE_STORAGE_CONNECTION_STRING": "two2", "AWS_SESSION_TOKEN": "three"}
+    env |= {
+        "AWS_ACCESS_KEY_ID": "public",
+        "AWS_REGION": "here",
+        "OTHER_KEY": "other",
+        "GOOGLE_SERVICE_ACCOUNT_KEY": "four",
+    }
+    assert sorted(known_secrets(CloudOptions(token="five"), env)) == ["five", "four", "one1", "three", "two2"]
+
+
 def test_what_looks_like_a_secret_is_scrubbed():
     for secret in [
         "AKIAIOSFODNN7EXAMPLE",
@@ -230,4 +303,5 @@ def test_what_looks_like_a_secret_is_scrubbed():
     ]:
         for hidden in ("abc", "pw", "AKIA"):
             assert hidden not in scrub(f"it said {secret} there")
+    assert "sesame" not in scrub("it said open sesame there", ["open sesame"]), "nor what is known to be one"
     assert scrub("The specified bucket does not exist") == "The specified bucket does not exist"

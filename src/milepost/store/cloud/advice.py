@@ -35,11 +35,11 @@ _FIXED = {
 }
 
 
-def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions) -> str:
-    """What the user does next."""
+def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions, endpoint: str | None) -> str:
+    """What the user does next. `endpoint`: the service that was asked, if it is not the provider's own."""
     bucket = "container" if place.provider == "az" else "bucket"
     needed = _PERMISSIONS[place.provider][verb]
-    where = f"the endpoint {options.endpoint}" if options.endpoint else f"the endpoint of {place.scheme}://"
+    where = f"the endpoint {endpoint}" if endpoint else f"the endpoint of {place.scheme}://"
     reach = f"Is {where} right, and can this machine reach it (network, proxy, firewall)?"
     if needed == "s3:GetObject":
         needed += " (and s3:ListBucket, or absent objects look forbidden)"
@@ -52,6 +52,7 @@ def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions) ->
         Why.REGION: f"The bucket is in another region than {options.region or 'the one that is set'}: pass its own as "
         "CloudOptions.region, AWS_REGION or ?region=...",
         Why.UNREACHABLE: reach,
+        Why.LATE: reach,
         Why.UNANSWERED: reach,
         Why.UNTRUSTED: f"If {where} is right, pass its certificate authority as ca_file.",
     }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from milepost.errors import InvalidRequest, StorageError
@@ -20,15 +20,26 @@ from milepost.store.cloud.credentials import (
     CredentialSource,
     azure_credentials,
     google_credentials,
+    known_secrets,
     s3_credentials,
 )
-from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.options import CloudOptions, wrong_url
 from milepost.store.cloud.region import find_region
+from milepost.store.cloud.replies import scrub
 from milepost.store.cloud.url import Bucket
 
 SLOWEST_BYTES_S = 1 << 20
 """A request that moves data gets at least the time that this speed needs."""
 CONNECT_S = 5.0
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""The variables that name another service than the provider's own."""
+STANDSTILL_S = 15.0
+"""A reply of which nothing comes for so long is given up."""
+Use = Literal["read", "write", "delete one"]
 
 # The process in which obstore's threads run, once they do.
 _threads_of: list[int] = []
@@ -40,7 +51,7 @@ class Clients:
     def __init__(self, place: Bucket, options: CloudOptions) -> None:
         self._place, self._options = place, options
         self._lock = threading.Lock()
-        self._made: dict[tuple[int, bool], Any] = {}
+        self._made: dict[tuple[int, Use], Any] = {}
         self._settings: tuple[Config, Any] | None = None
 
     @property
@@ -49,17 +60,15 @@ class Clients:
         provider = self._settings[1] if self._settings else None
         return provider if isinstance(provider, CredentialSource) else None
 
-    def get(self, size_bytes: int = 0, *, timeouts: int = 0, bulk: bool = True) -> Any:
-        """A client for requests that move this many bytes. After timeouts of the same request it waits longer.
+    def get(self, use: Use, size_bytes: int = 0, *, timeouts: int = 0) -> Any:
+        """A client for requests that move this many bytes. After a timeout of the same request it waits longer.
 
-        `bulk=False`: it deletes one by one. Raises InvalidRequest if obstore is missing or refuses a setting,
-        StorageError in a process that was forked after the first request.
+        Raises InvalidRequest if obstore is missing or refuses a setting.
         """
-        _check_process(self._place.url)
-        key = (doublings(self._options.timeout_s, size_bytes, timeouts), bulk)
+        key = (doublings(self._options.timeout_s, size_bytes, timeouts), use)
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._make(self._options.timeout_s * 2 ** key[0], bulk=bulk)
+                self._made[key] = self._make(self._options.timeout_s * 2 ** key[0], use)
             return self._made[key]
 
     def forget(self) -> None:
@@ -68,39 +77,33 @@ class Clients:
             self._made.clear()
             self._settings = None
 
-    def _make(self, timeout_s: float, *, bulk: bool) -> Any:
+    def _make(self, timeout_s: float, use: Use) -> Any:
         stores = _obstore()
         if self._settings is None:
             self._settings = store_settings(self._place, self._options, os.environ)
         config, provider = self._settings
-        if self._place.provider == "s3" and not bulk:
+        if self._place.provider == "s3" and use == "delete one":
             config = config | {"disable_bulk_delete": True}
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self._place.provider]
         try:
             return kind(
                 self._place.bucket,
                 config=config,
-                client_options=client_settings(self._options, config, timeout_s, os.environ),
+                client_options=client_settings(self._options, config, os.environ) | limits(timeout_s, use),
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
         except Exception as error:  # noqa: BLE001  # obstore raises classes of its own, and ValueError
-            problem = _settings_problem(self._place.url, error, [*self._options.secrets(), *map(str, config.values())])
-        raise problem
+            words = str(error).partition("\n\nDebug source")[0]
+        told = scrub(words, known_secrets(self._options, os.environ))
+        raise InvalidRequest(f"{self._place.url}: the settings of the object store are wrong: {told}")
 
 
 def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
     """How often to double the time limit of a small request for one that moves this much, and timed out so often."""
     needed = timeout_s + size_bytes / SLOWEST_BYTES_S
     slack = 0.1  # a few bytes need no more time
-    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 3) if size_bytes else 0)
-
-
-def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
-    words = str(error).partition("\n\nDebug source")[0]
-    for secret in secrets:
-        words = words.replace(secret, "...") if len(secret) > 3 else words
-    return InvalidRequest(f"{url}: the settings of the object store are wrong: {' '.join(words.split())[:300]}")
+    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 1) if size_bytes else 0)
 
 
 def has_obstore() -> bool:
@@ -116,7 +119,8 @@ def _obstore() -> Any:
     return stores
 
 
-def _check_process(url: str) -> None:
+def check_process(url: str) -> None:
+    """Raises StorageError in a process that was forked after the first request."""
     if not _threads_of:
         _threads_of.append(os.getpid())
     elif _threads_of[0] != os.getpid():
@@ -126,14 +130,21 @@ def _check_process(url: str) -> None:
         )
 
 
-def client_settings(options: CloudOptions, config: Config, timeout_s: float, env: Mapping[str, str]) -> Config:
+def limits(timeout_s: float, use: Use) -> Config:
+    """How long a request may take. One that reads may also not stand still."""
+    found = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s))}
+    if use == "read":  # for one that writes, the whole upload would count as standing still
+        found["read_timeout"] = timedelta(seconds=min(STANDSTILL_S, timeout_s))
+    return found
+
+
+def client_settings(options: CloudOptions, config: Config, env: Mapping[str, str]) -> Config:
     """How obstore connects. `http://` is allowed only where the endpoint says so."""
     endpoint = str(config.get("endpoint") or config.get("base_url") or "https://")
     found: Config = {
-        "timeout": timedelta(seconds=timeout_s),
-        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
         "allow_http": endpoint.startswith("http://"),
         "user_agent": "milepost",
+        "http1_only": True,  # a connection for each request under way: one that all share does not fill the line
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy
@@ -152,15 +163,23 @@ def store_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str])
     return build(place, options, env)
 
 
-def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
-    """The URL of a service with the protocol of S3 that is not Amazon's."""
-    return options.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+def endpoint_of(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> str | None:
+    """The URL of a service that is not the provider's own. Raises InvalidRequest if a variable holds something else."""
+    if options.endpoint:
+        return options.endpoint
+    for name in _ENDPOINTS[place.provider]:
+        if found := env.get(name):
+            url = f"http://{found}" if place.provider == "gs" and "://" not in found else found
+            if wrong := wrong_url("endpoint", url):
+                raise InvalidRequest(f"{place.url}: {name} of the environment {wrong}")
+            return url
+    return None
 
 
 def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
     config, provider = s3_credentials(options, env)
     region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
-    endpoint = endpoint_of(options, env)
+    endpoint = endpoint_of(place, options, env)
     config["region"] = region or (None if endpoint else find_region(place.bucket, options)) or "us-east-1"
     path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
     if endpoint:
@@ -180,11 +199,10 @@ def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -
 
 
 def _google_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
-    del place
     config, provider = google_credentials(options)
-    endpoint = options.endpoint or env.get("STORAGE_EMULATOR_HOST")
+    endpoint = endpoint_of(place, options, env)
     if endpoint:
-        config["base_url"] = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+        config["base_url"] = endpoint.rstrip("/")
     return config, provider
 
 
@@ -199,7 +217,7 @@ def _azure_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]
             "AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/path"
         )
     config["account_name"] = account
-    endpoint = options.endpoint or env.get("AZURE_STORAGE_ENDPOINT") or env.get("AZURE_ENDPOINT")
+    endpoint = endpoint_of(place, options, env)
     if endpoint:
         config["endpoint"] = endpoint.rstrip("/")
     return config, provider
