@@ -5,6 +5,7 @@ import pytest
 from faults.netfs import NetworkFiles, why_not
 from faults.proxy import Proxy
 from faults.servers import Azurite, SeaweedFS, SmallGcs
+from faults.servers.ceph import CephGateway
 from tests import ranks
 
 ranks.preload()
@@ -12,11 +13,13 @@ ranks.preload()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+S3_SERVERS = {"seaweedfs": SeaweedFS, "ceph": CephGateway}
 PLACES = ("here", "network", "network without links")
 
 
 def pytest_addoption(parser):
     parser.addoption("--place", choices=PLACES, default="here", help="where the folders of all tests are; faults/netfs")
+    parser.addoption("--s3", choices=S3_SERVERS, default="seaweedfs", help="the server of tests on S3; scripts/ceph")
 
 
 def pytest_generate_tests(metafunc):
@@ -50,9 +53,9 @@ def tmp_path(tmp_path, place):
 
 
 @pytest.fixture(scope="session")
-def seaweed():
+def seaweed(request):
     """An S3 server, started by the first test of a process that needs one: `with seaweed.place() as url:`."""
-    yield from _started(SeaweedFS)
+    yield from _started(S3_SERVERS[request.config.getoption("--s3")])
 
 
 @pytest.fixture(scope="session")

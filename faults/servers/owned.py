@@ -12,8 +12,9 @@ from pathlib import Path
 START_S = 60.0
 END_S = 10.0
 _LOG_TAIL_BYTES = 3000
-_KEEPER = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!; exec >&- 2>&-; cat >/dev/null; kill -KILL $!; wait'
-"""Starts the program, says its process id, and kills it when the owner's end of the pipe is closed."""
+_KEEPER = 'log=$1; shift; "$@" </dev/null >>"$log" 2>&1 & echo $!; exec >&- 2>&-; cat >/dev/null; kill -KILL 0'
+"""Starts the program, says its process id, and kills it with all that it has started when the owner's end of the pipe
+is closed."""
 
 
 class NotStarted(Exception):
@@ -50,9 +51,9 @@ class OwnedProcess:
         return state not in "ZX"
 
     def kill(self) -> None:
-        """`kill -9`; returns once the program is gone."""
+        """`kill -9` of the program and all that it has started; returns once they are gone."""
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+            os.killpg(self._keeper.pid, signal.SIGKILL)
         assert self._keeper.stdin is not None
         with contextlib.suppress(OSError):
             self._keeper.stdin.close()
