@@ -315,17 +315,30 @@ def test_ranks_with_a_new_structure_write_again_under_another_id():
     ("memory", "transfer", "part", "writers", "range_", "readers"),
     [
         (512 * MIB, Transfer(), 64 * MIB, 8, 8 * MIB, 16),
-        (128 * MIB, Transfer(), 64 * MIB, 2, 8 * MIB, 8),
-        (16 * MIB, Transfer(), 16 * MIB, 1, 8 * MIB, 1),
+        (128 * MIB, Transfer(), 64 * MIB, 2, 8 * MIB, 5),
+        (16 * MIB, Transfer(), 16 * MIB, 1, 5 * MIB + 5 * BLOCK_BYTES, 1),
         (BLOCK_BYTES, Transfer(), BLOCK_BYTES, 1, BLOCK_BYTES, 1),
         (512 * MIB, Transfer(2, MIB), MIB, 2, MIB, 2),
-        (512 * MIB, Transfer(32), 64 * MIB, 8, 8 * MIB, 32),
+        (512 * MIB, Transfer(32), 64 * MIB, 8, 8 * MIB, 21),
     ],
 )
 def test_requests_in_flight_keep_to_the_memory(memory, transfer, part, writers, range_, readers):
     traits = Traits(part_bytes=64 * MIB, range_bytes=8 * MIB, requests=16)
     limited = transfer.within(memory)
-    assert limited.to_write(Traits()) == limited.to_read(Traits()) == limited
-    write, read_ = limited.to_write(traits), limited.to_read(traits)
+    assert limited.to_write(Traits(), 1 << 40) == limited.to_read(Traits()) == limited
+    write, read_ = limited.to_write(traits, 1 << 40), limited.to_read(traits)
     assert (write.block_bytes, write.threads) == (part, writers)
     assert (read_.block_bytes, read_.threads) == (range_, readers)
+
+
+@examples(200)
+@given(st.integers(1, 1 << 36))
+def test_little_data_goes_out_in_a_few_more_parts(data_bytes):
+    traits = Traits(part_bytes=64 * MIB, range_bytes=8 * MIB, requests=16)
+    part_bytes = Transfer().to_write(traits, data_bytes).block_bytes
+    parts, least = -(-data_bytes // part_bytes), -(-data_bytes // (64 * MIB))
+    assert part_bytes % BLOCK_BYTES == 0
+    assert least <= parts <= least + 2
+    assert parts == least or data_bytes // parts >= 8 * MIB - BLOCK_BYTES
+    assert parts == least or parts <= 8
+    assert not 16 * MIB <= data_bytes <= 64 * MIB or parts > 1

@@ -12,6 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 import milepost
+from faults.proxy import Rule
 from milepost.store import CloudOptions, CloudStore, Within, store_at
 
 ODD = [
@@ -99,6 +100,9 @@ def test_long_listings_and_deletions_go_by_pages_and_batches(seaweed, s3_proxy):
         assert s3_proxy.traffic(reset=True).requests == {"LIST": 2}
         assert list(store.list("", shallow=True)) == ["data/"]
         assert s3_proxy.traffic(reset=True).requests == {"LIST": 1}
+        s3_proxy.set_rules(Rule("answer", "LIST", skip=1, status=500, code="InternalError"))
+        assert sorted(store.list("data/")) == names
+        assert s3_proxy.traffic(reset=True).requests == {"LIST": 3}, "only the page that failed is asked for again"
         store.delete(*names)
         assert s3_proxy.traffic(reset=True).total == 2
         assert list(store.list("")) == []
@@ -133,7 +137,7 @@ def test_a_long_read_fills_its_views_in_order(s3):
 def test_memory_is_free_to_change_once_create_has_returned(s3):
     """No client keeps hold of the caller's memory: a buffer that is still exported could not be resized."""
     store = store_at(s3)
-    for name in ("a", "a"):
+    for name in "aaaaabc":
         memory = bytearray(5 << 20)
         with contextlib.suppress(milepost.AlreadyExists):
             store.create(name, memory, memoryview(memory)[:100])

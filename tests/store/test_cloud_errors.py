@@ -203,7 +203,7 @@ TEXTS = [
     (status(429, ""), Why.THROTTLED),
     (status(400, "<Code>XAmzContentSHA256Mismatch</Code>"), Why.DAMAGED),
     (status(599, ""), Why.BUSY),
-    ("x HttpError {\n kind: Timeout,", Why.UNANSWERED),
+    ("x HttpError {\n kind: Timeout,", Why.LATE),
     ("x HttpError {\n kind: Interrupted,", Why.UNANSWERED),
     ("x HttpError {\n kind: Connect, invalid peer certificate: UnknownIssuer", Why.UNTRUSTED),
     ("Error performing PUT http://169.254.169.254/latest/api/token in 1s - HttpError", Why.NO_CREDENTIALS),
@@ -230,4 +230,5 @@ def test_what_looks_like_a_secret_is_scrubbed():
     ]:
         for hidden in ("abc", "pw", "AKIA"):
             assert hidden not in scrub(f"it said {secret} there")
+    assert "sesame" not in scrub("it said open sesame there", ["open sesame"]), "nor what is known to be one"
     assert scrub("The specified bucket does not exist") == "The specified bucket does not exist"

@@ -1,6 +1,7 @@
 """An object store whose requests fail: through a proxy that breaks them, on a real server."""
 
 import contextlib
+import dataclasses
 import os
 import threading
 import time
@@ -88,15 +89,28 @@ def test_requests_are_repeated_until_they_get_through(store, s3_proxy, rule):
 def test_a_create_without_an_answer_is_no_reply_and_can_come_late(brief, s3_proxy):
     """The request waits on its way, and takes effect after the call has raised."""
     store = brief
+    memory = bytearray(b"mine")
     s3_proxy.set_rules(Rule("late", kind="PUT", times=None))
     with pytest.raises(milepost.NoReply, match="whether the object was written, or still will be"):
-        store.create("manifest", b"mine")
+        store.create("manifest", memory)
+    memory.clear()
     s3_proxy.heal()
     assert list(store.list("")) == []
     assert min(s3_proxy.release()) == 200
     assert read(store, "manifest") == b"mine"
     with pytest.raises(milepost.AlreadyExists):
         store.create("manifest", b"other")
+
+
+@pytest.mark.parametrize("fault", [pytest.param("stall", marks=pytest.mark.slow), "cut_request", "lose_reply"])
+def test_memory_is_free_after_a_failure(brief, s3_proxy, fault):
+    brief.check()
+    s3_proxy.set_rules(Rule(fault, kind="PUT", times=None))
+    brief = CloudStore(brief.url, dataclasses.replace(brief.options, timeout_s=0.1))
+    memory = bytearray(200_000)
+    with pytest.raises(milepost.NoReply):
+        brief.create("a", memory, memoryview(memory)[5:])
+    memory.clear()
 
 
 def test_an_answer_that_cannot_be_is_an_error_and_no_data(brief, s3_proxy):

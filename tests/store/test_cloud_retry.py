@@ -119,6 +119,14 @@ def test_no_more_requests_are_under_way_than_the_bound(pace):
     assert max(most) == 4
 
 
+def test_a_timeout_counts_as_too_much_at_once(pace):
+    trial = Trial(pace)
+    trial.failed(Refusal(Why.UNANSWERED, "cut"))
+    assert (pace.bound, trial.timeouts) == (16, 0)
+    trial.failed(Refusal(Why.LATE, "no reply in time"))
+    assert (pace.bound, trial.timeouts) == (8, 1)
+
+
 def test_a_trial_remembers_that_an_attempt_may_have_taken_effect(pace):
     trial = Trial(pace)
     trial.failed(THROTTLED)

@@ -8,7 +8,7 @@ import pytest
 import milepost
 from milepost.store import CloudOptions, CloudStore, store_at
 from milepost.store.cloud import client
-from milepost.store.cloud.client import client_settings, doublings, store_settings
+from milepost.store.cloud.client import client_settings, doublings, limits, store_settings
 from milepost.store.cloud.credentials import connection_settings
 from milepost.store.cloud.region import find_region
 from milepost.store.cloud.url import parse_url
@@ -145,24 +145,25 @@ def test_settings_of_azure_come_from_url_options_and_environment():
 
 
 def test_http_is_for_endpoints_that_say_so(tmp_path):
-    plain = client_settings(CloudOptions(), {"endpoint": "http://host"}, 1.0, {})
+    plain = client_settings(CloudOptions(), {"endpoint": "http://host"}, {})
     assert plain["allow_http"] is True
-    assert client_settings(CloudOptions(), {}, 1.0, {})["allow_http"] is False
-    assert client_settings(CloudOptions(), {"base_url": "https://host"}, 1.0, {})["allow_http"] is False
+    assert client_settings(CloudOptions(), {}, {})["allow_http"] is False
+    assert client_settings(CloudOptions(), {"base_url": "https://host"}, {})["allow_http"] is False
     (tmp_path / "ca.pem").write_bytes(b"certificates")
     for options, env in [
         (CloudOptions(ca_file=tmp_path / "ca.pem", proxy="http://proxy"), {}),
         (CloudOptions(proxy="http://proxy"), {"AWS_CA_BUNDLE": str(tmp_path / "ca.pem")}),
     ]:
-        found = client_settings(options, {}, 1.0, env)
+        found = client_settings(options, {}, env)
         assert (found["root_certificate"], found["proxy_url"]) == (b"certificates", "http://proxy")
 
 
 def test_time_limits_grow_with_the_data_and_after_timeouts():
     assert doublings(30, 0, 0) == doublings(30, 1000, 0) == doublings(30, 0, 5) == 0
     assert doublings(30, 64 << 20, 0) == 2
-    assert doublings(30, 64 << 20, 1) == 3
-    assert doublings(30, 64 << 20, 100) == 5
+    assert doublings(30, 64 << 20, 1) == doublings(30, 64 << 20, 100) == 3
+    assert limits(30.0, "read")["read_timeout"] < limits(30.0, "read")["timeout"]
+    assert "read_timeout" not in limits(30.0, "write")
 
 
 class Redirecting(BaseHTTPRequestHandler):

@@ -34,6 +34,7 @@ _IN_PLACE = 64 * KIB
 """Shorter pieces go through the block, so that thousands of tensors do not mean thousands of views."""
 _FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """How many threads read from the page cache. They keep a CPU busy, and the rest of the work needs Python's lock."""
+_FOR_SMALL_TENSORS = 4
 _GAP = 256 * KIB
 """A gap of at most this size between rows of a strided region is read too: that is faster than another request."""
 
@@ -101,7 +102,9 @@ def place_all(
     first = next(jobs, None)
     if first is None:
         return
-    threads = transfer.threads_for(total, 1 if remote else count, size)
+    threads = transfer.threads_for(total, count, size)
+    if remote:  # small tensors keep Python busy, but a few requests should be under way
+        threads = max(threads, min(_FOR_SMALL_TENSORS, transfer.threads_for(total, 1, size)))
     if not remote and (not transfer.direct or not _is_cold(first)):
         threads = min(threads, _FROM_THE_CACHE)
 

@@ -101,7 +101,13 @@ class VerifiedFile:
             raise UnsafeCheckpoint(
                 f"{self.where} would have a table of {record.size_bytes - start} bytes, over {MAX_TABLE_BYTES}"
             )
-        return self._bytes(0, record.header_bytes), self._bytes(start, record.size_bytes - start)
+        wanted = [(0, record.header_bytes), (start, record.size_bytes - start)]
+        if not self.traits.requests or len(self.parts) == 1:
+            head, table = (self._bytes(*one) for one in wanted)
+        else:
+            with ThreadPoolExecutor(2) as pool:  # one round trip for both
+                head, table = pool.map(lambda one: self._bytes(*one), wanted)
+        return head, table
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""

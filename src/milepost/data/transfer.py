@@ -22,6 +22,7 @@ MAX_THREADS = 256
 _PIECE_BYTES = 32 * KIB
 _THREADS = 4
 _BLOCK_BYTES = 4 * MIB
+_SMALL_PART_BYTES = 8 * MIB
 _THROUGH_THE_CACHE = 2
 """How many threads write to the page cache at once: a file has one lock there, and more threads only spin on it."""
 _REPORT_EVERY_S = 0.1
@@ -87,13 +88,25 @@ class Transfer:
         threads = min(self.threads, host_memory_bytes // block)
         return Transfer(threads, block, self.direct, _limit_bytes=host_memory_bytes)
 
-    def to_write(self, traits: Traits) -> "Transfer":
-        """The same, for a store with these traits: its parts as blocks, and as many requests as it takes."""
-        return self._suited(traits.requests, traits.part_bytes, copies=1)
+    def to_write(self, traits: Traits, data_bytes: int) -> "Transfer":
+        """The same, for this much data and a store with these traits: its parts as blocks, and requests to fill it.
+
+        What is too little for all requests goes out in smaller parts: two more than there would be, to save time and
+        still cost little.
+        """
+        suited = self._suited(traits.requests, traits.part_bytes, copies=1)
+        count = -(-data_bytes // suited.block_bytes)
+        if suited.block_bytes != traits.part_bytes or count >= suited.threads or data_bytes < 2 * _SMALL_PART_BYTES:
+            return suited
+        most = min(suited.threads, count + 2, data_bytes // _SMALL_PART_BYTES)
+        smaller = -(-data_bytes // most // BLOCK_BYTES) * BLOCK_BYTES
+        return replace(suited, block_bytes=max(smaller, BLOCK_BYTES)) if most > count else suited
 
     def to_read(self, traits: Traits) -> "Transfer":
         """The same, for a store with these traits: its ranges as blocks, and as many requests as it takes."""
-        return self._suited(traits.requests, traits.range_bytes, copies=2)  # the reply, and where it is put
+        return self._suited(
+            traits.requests, traits.range_bytes, copies=3
+        )  # as it comes in, joined, and where it is put
 
     def _suited(self, requests: int, request_bytes: int, copies: int) -> "Transfer":
         if not requests or not request_bytes:

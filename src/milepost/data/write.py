@@ -14,6 +14,7 @@ import threading
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import msgspec
@@ -90,7 +91,7 @@ def write_shard(
     except ValueError as error:
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
-    name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits)
+    name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, header.data_bytes)
     source = _EntryBytes(entries, header, transfer.block_bytes)
     part_bytes = 0
     if store.traits.part_bytes:
@@ -117,7 +118,8 @@ def _write_file(
     try:
         with committed(_start(store, name, header.size_bytes, transfer.direct)) as writer:
 
-            def put(start: int, views: list[memoryview], _: bytes) -> None:
+            def put(start: int, views: list[memoryview], sums: Callable[[], bytes]) -> None:
+                sums()  # first: then the bytes are in the processor's cache when they are written
                 writer.write(header.header_bytes + start, views)
 
             writer.write(0, [head])
@@ -146,11 +148,14 @@ def _write_parts(
     A part is made of views of the tensors themselves, where they lie in one run of memory: nothing is copied.
     """
 
-    def put(start: int, views: list[memoryview], sums: bytes) -> None:
+    def put(start: int, views: list[memoryview], sums: Callable[[], bytes]) -> None:
         part = parts[start // transfer.block_bytes]
         before = [head] if start == 0 else []
-        after = [sums] if len(parts) == 1 else []  # then this part is all data, so its sums are the table
-        _create(store, part, [*before, *views, *after])
+        if len(parts) == 1:  # all data, so its checksums are the table
+            _create(store, part, [*before, *views, sums()])
+        else:
+            _create(store, part, [*before, *views])
+            sums()  # last: computing them would keep the other threads from starting their first requests
 
     threads = transfer.threads_for(source.header.data_bytes, 1, transfer.block_bytes)
     table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released)
@@ -196,12 +201,16 @@ class _Blocks:
 
     def write(
         self,
-        put: Callable[[int, list[memoryview], bytes], None],
+        put: Callable[[int, list[memoryview], Callable[[], bytes]], None],
         threads: int,
         meter: Meter,
         released: Callable[[], None],
     ) -> bytes:
-        """Put all blocks, each with its start, its bytes and its checksums, and give the table of all checksums."""
+        """Put all blocks and give the table of all checksums.
+
+        `put` gets the start of a block, its bytes, and a function that computes its checksums. It calls that once,
+        before or after it writes.
+        """
         starts, live = self._source.starts_of_blocks()
         release = _Countdown(live, released)
 
@@ -210,7 +219,7 @@ class _Blocks:
 
             def write(job: "int | _Gathered") -> None:
                 job = job if isinstance(job, _Gathered) else self._gather(job)
-                put(job.start, job.views, self._sum(job))
+                put(job.start, job.views, partial(self._sum, job))
                 meter.add(job.stop - job.start)
                 self._free.append(job.block)
                 release.count(job.start)

@@ -52,6 +52,7 @@ def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions) ->
         Why.REGION: f"The bucket is in another region than {options.region or 'the one that is set'}: pass its own as "
         "CloudOptions.region, AWS_REGION or ?region=...",
         Why.UNREACHABLE: reach,
+        Why.LATE: reach,
         Why.UNANSWERED: reach,
         Why.UNTRUSTED: f"If {where} is right, pass its certificate authority as ca_file.",
     }

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from milepost.errors import InvalidRequest, StorageError
@@ -29,6 +29,9 @@ from milepost.store.cloud.url import Bucket
 SLOWEST_BYTES_S = 1 << 20
 """A request that moves data gets at least the time that this speed needs."""
 CONNECT_S = 5.0
+STANDSTILL_S = 15.0
+"""A reply of which nothing comes for so long is given up."""
+Use = Literal["read", "write", "delete one"]
 
 # The process in which obstore's threads run, once they do.
 _threads_of: list[int] = []
@@ -40,7 +43,7 @@ class Clients:
     def __init__(self, place: Bucket, options: CloudOptions) -> None:
         self._place, self._options = place, options
         self._lock = threading.Lock()
-        self._made: dict[tuple[int, bool], Any] = {}
+        self._made: dict[tuple[int, Use], Any] = {}
         self._settings: tuple[Config, Any] | None = None
 
     @property
@@ -49,17 +52,15 @@ class Clients:
         provider = self._settings[1] if self._settings else None
         return provider if isinstance(provider, CredentialSource) else None
 
-    def get(self, size_bytes: int = 0, *, timeouts: int = 0, bulk: bool = True) -> Any:
-        """A client for requests that move this many bytes. After timeouts of the same request it waits longer.
+    def get(self, use: Use, size_bytes: int = 0, *, timeouts: int = 0) -> Any:
+        """A client for requests that move this many bytes. After a timeout of the same request it waits longer.
 
-        `bulk=False`: it deletes one by one. Raises InvalidRequest if obstore is missing or refuses a setting,
-        StorageError in a process that was forked after the first request.
+        Raises InvalidRequest if obstore is missing or refuses a setting.
         """
-        _check_process(self._place.url)
-        key = (doublings(self._options.timeout_s, size_bytes, timeouts), bulk)
+        key = (doublings(self._options.timeout_s, size_bytes, timeouts), use)
         with self._lock:
             if key not in self._made:
-                self._made[key] = self._make(self._options.timeout_s * 2 ** key[0], bulk=bulk)
+                self._made[key] = self._make(self._options.timeout_s * 2 ** key[0], use)
             return self._made[key]
 
     def forget(self) -> None:
@@ -68,19 +69,19 @@ class Clients:
             self._made.clear()
             self._settings = None
 
-    def _make(self, timeout_s: float, *, bulk: bool) -> Any:
+    def _make(self, timeout_s: float, use: Use) -> Any:
         stores = _obstore()
         if self._settings is None:
             self._settings = store_settings(self._place, self._options, os.environ)
         config, provider = self._settings
-        if self._place.provider == "s3" and not bulk:
+        if self._place.provider == "s3" and use == "delete one":
             config = config | {"disable_bulk_delete": True}
         kind = {"s3": stores.S3Store, "gs": stores.GCSStore, "az": stores.AzureStore}[self._place.provider]
         try:
             return kind(
                 self._place.bucket,
                 config=config,
-                client_options=client_settings(self._options, config, timeout_s, os.environ),
+                client_options=client_settings(self._options, config, os.environ) | limits(timeout_s, use),
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
@@ -93,7 +94,7 @@ def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
     """How often to double the time limit of a small request for one that moves this much, and timed out so often."""
     needed = timeout_s + size_bytes / SLOWEST_BYTES_S
     slack = 0.1  # a few bytes need no more time
-    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 3) if size_bytes else 0)
+    return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 1) if size_bytes else 0)
 
 
 def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
@@ -116,7 +117,8 @@ def _obstore() -> Any:
     return stores
 
 
-def _check_process(url: str) -> None:
+def check_process(url: str) -> None:
+    """Raises StorageError in a process that was forked after the first request."""
     if not _threads_of:
         _threads_of.append(os.getpid())
     elif _threads_of[0] != os.getpid():
@@ -126,14 +128,21 @@ def _check_process(url: str) -> None:
         )
 
 
-def client_settings(options: CloudOptions, config: Config, timeout_s: float, env: Mapping[str, str]) -> Config:
+def limits(timeout_s: float, use: Use) -> Config:
+    """How long a request may take. One that reads may also not stand still."""
+    found = {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s))}
+    if use == "read":  # for one that writes, the whole upload would count as standing still
+        found["read_timeout"] = timedelta(seconds=min(STANDSTILL_S, timeout_s))
+    return found
+
+
+def client_settings(options: CloudOptions, config: Config, env: Mapping[str, str]) -> Config:
     """How obstore connects. `http://` is allowed only where the endpoint says so."""
     endpoint = str(config.get("endpoint") or config.get("base_url") or "https://")
     found: Config = {
-        "timeout": timedelta(seconds=timeout_s),
-        "connect_timeout": timedelta(seconds=min(CONNECT_S, timeout_s)),
         "allow_http": endpoint.startswith("http://"),
         "user_agent": "milepost",
+        "http1_only": True,  # a connection for each request under way: one that all share does not fill the line
     }
     if options.proxy is not None:
         found["proxy_url"] = options.proxy

@@ -4,18 +4,20 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
 from milepost.errors import CheckpointDamaged, StorageError
 from milepost.store.cloud.replies import Refusal, Why
 from milepost.store.cloud.requests import Asker, BadReply
 
 FIRST_BYTES = 256 << 10
 """What the request that opens an object brings of it: all of most manifests."""
+COPIED_ALONE = 256 << 10
+"""A shorter copy is done before another thread could start."""
 RANGE_BYTES = 8 << 20
 """A longer read is cut into several requests."""
 AT_ONCE = 8
 """How many requests of one long read are under way at once."""
-CHUNK_BYTES = 512 << 10
-"""What is taken of a reply at a time: obstore copies each chunk, and a small copy stays in the processor's cache."""
 
 
 class CloudReader:
@@ -95,14 +97,13 @@ def open_object(asker: Asker, name: str) -> CloudReader:
 
 def receive(reply: Any, targets: Sequence[memoryview], length: int) -> None:
     """Fill the targets with the body of a reply. Raises BadReply if its length is another."""
-    done = 0
-    for chunk in reply.stream(min_chunk_size=CHUNK_BYTES):
-        if done + len(chunk) > length:
-            raise BadReply(f"the reply is longer than the {length} bytes that were asked for")
-        fill(targets, done, memoryview(chunk))
-        done += len(chunk)
-    if done < length:
-        raise BadReply(f"the reply ended after {done} of {length} bytes")
+    # All of it at once. Chunk by chunk, the threads of a load wait for each other at every chunk: Python's lock.
+    data = memoryview(reply.bytes())
+    if len(data) > length:
+        raise BadReply(f"the reply is longer than the {length} bytes that were asked for")
+    if len(data) < length:
+        raise BadReply(f"the reply ended after {len(data)} of {length} bytes")
+    fill(targets, 0, data)
 
 
 def fill(targets: Sequence[memoryview], start: int, data: memoryview) -> None:
@@ -112,10 +113,18 @@ def fill(targets: Sequence[memoryview], start: int, data: memoryview) -> None:
             start -= len(target)
             continue
         part = data[: len(target) - start]
-        target[start : start + len(part)] = part
+        copy(part, target[start : start + len(part)])
         data, start = data[len(part) :], 0
         if not len(data):
             return
+
+
+def copy(source: memoryview, target: memoryview) -> None:
+    """Copy between two views of the same length. A long copy lets other threads run."""
+    if len(source) < COPIED_ALONE:
+        target[:] = source
+    else:
+        np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
 
 
 def cut(targets: Sequence[memoryview], offset: int, size_bytes: int) -> Iterator[tuple[int, list[memoryview]]]:

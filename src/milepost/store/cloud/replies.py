@@ -29,11 +29,12 @@ class Why(Enum):
     DAMAGED = auto()  # the body that arrived is not the one that was sent, or was asked for
     UNREACHABLE = auto()  # no connection: nothing was sent
     UNTRUSTED = auto()  # the certificate is not signed by anyone that we trust
-    UNANSWERED = auto()  # the reply did not come, or not whole: the service may have acted
+    LATE = auto()  # the reply did not come in time: the service may have acted
+    UNANSWERED = auto()  # the connection was cut: the service may have acted
     REFUSED = auto()  # any other answer that asking again does not change
 
 
-CURABLE = frozenset({Why.CONFLICT, Why.THROTTLED, Why.BUSY, Why.DAMAGED, Why.UNREACHABLE, Why.UNANSWERED})
+CURABLE = frozenset({Why.CONFLICT, Why.THROTTLED, Why.BUSY, Why.DAMAGED, Why.UNREACHABLE, Why.LATE, Why.UNANSWERED})
 """Asking again may help."""
 
 
@@ -143,7 +144,7 @@ def _not_answered(kind: str, text: str) -> Refusal:
     if "BadScheme" in text:
         return Refusal(Why.REFUSED, "http:// is not allowed here")
     if kind == "Timeout":
-        return Refusal(Why.UNANSWERED, "no reply in time", may_act=True)
+        return Refusal(Why.LATE, "no reply in time", may_act=True)
     detail = _OS_TEXT.search(text)
     return Refusal(Why.UNANSWERED, detail[1].lower() if detail else "the connection was cut", may_act=True)
 

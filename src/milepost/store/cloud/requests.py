@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, NoReply, StorageError
 from milepost.store.cloud.advice import advice
-from milepost.store.cloud.client import Clients, endpoint_of
+from milepost.store.cloud.client import Clients, Use, check_process, endpoint_of
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
@@ -29,6 +29,13 @@ class BadReply(Exception):
     def __init__(self, words: str) -> None:
         super().__init__(words)
         self.refusal = Refusal(Why.DAMAGED, words)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own."""
+    if isinstance(error, CheckpointError):
+        return False
+    return isinstance(error, (BadReply, OSError, ValueError)) or type(error).__module__.startswith("obstore")
 
 
 class Service:
@@ -64,7 +71,11 @@ def service_of(place: Bucket, options: CloudOptions) -> Service:
     """The service of this bucket, with these options and the environment as it is now."""
     names = ("AWS_", "AZURE_", "GOOGLE_", "STORAGE_EMULATOR_HOST", "HOME")
     environment = sorted(one for one in os.environ.items() if one[0].startswith(names))
-    return _service(replace(place, root=""), options, tuple(environment))
+    bucket = replace(place, root="")
+    try:
+        return _service(bucket, options, tuple(environment))
+    except TypeError:  # a callable for credentials that has no hash
+        return Service(bucket, options)
 
 
 class Asker:
@@ -96,12 +107,14 @@ class Asker:
         request: Ask[Answer],
         *,
         size_bytes: int = 0,
-        bulk: bool = True,
+        use: Use | None = None,
     ) -> Answer | Refusal:
-        """Like `ask`, but returns a refusal that is `expected`. `bulk=False`: the client deletes one by one."""
+        """Like `ask`, but returns a refusal that is `expected`. `use`: which client, if the verb does not say."""
+        check_process(self.place.url)  # before any lock: another process may have held it when it forked
         trial = Trial(self.service.pace)
+        use = use or ("read" if verb in ("get", "list") else "write")
         while True:
-            answer = self._attempt(request, size_bytes, trial.timeouts, bulk=bulk)
+            answer = self._attempt(request, use, size_bytes, trial.timeouts)
             if not isinstance(answer, Refusal) or answer.why in expected:
                 return answer
             pause = trial.failed(answer)
@@ -112,16 +125,17 @@ class Asker:
             self.service.pace.clock.sleep(pause)
         raise self._error(verb, name, answer, trial)
 
-    def _attempt(self, request: Ask[Answer], size_bytes: int, timeouts: int, *, bulk: bool) -> Answer | Refusal:
+    def _attempt(self, request: Ask[Answer], use: Use, size_bytes: int, timeouts: int) -> Answer | Refusal:
         """The answer or the refusal. The error itself ends here: its text holds whole replies."""
         with self.service.pace.turn():
-            client = self.service.clients.get(size_bytes, timeouts=timeouts, bulk=bulk)
+            client = self.service.clients.get(use, size_bytes, timeouts=timeouts)
             try:
                 answer = request(client)
-            except CheckpointError:
-                raise
-            except Exception as error:  # noqa: BLE001  # obstore raises OSError, ValueError and classes of its own
-                problem = error
+            except Exception as error:
+                if not _is_refusal(error):
+                    raise
+                # Without its traceback: from here that would be a cycle, which keeps the caller's memory.
+                problem = error.with_traceback(None)
             else:
                 self.service.pace.answered()
                 return answer
@@ -139,8 +153,6 @@ class Asker:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
             return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
-        if not (type(error).__module__.startswith("obstore") or isinstance(error, (OSError, ValueError))):
-            raise error  # a mistake of ours
         return understand(str(error), self.options.secrets())
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:

@@ -135,8 +135,8 @@ class Trial:
         """How long to wait before the next attempt; None: give up."""
         self.failures += 1
         self.may_act |= refusal.may_act
-        self.timeouts += refusal.why is Why.UNANSWERED
-        if refusal.why is Why.THROTTLED:
+        self.timeouts += refusal.why is Why.LATE
+        if refusal.why in (Why.THROTTLED, Why.LATE):  # the line may be slow for so many at once
             self._pace.throttled()
         if not self._may_go_on(refusal):
             return None

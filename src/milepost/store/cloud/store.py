@@ -5,6 +5,7 @@ content for ever. Nothing is renamed, appended or uploaded in several parts.
 """
 
 import secrets
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,6 +24,7 @@ LARGEST_BYTES = 5000 << 20
 """The largest object that every service takes in one request."""
 PAGE = 1000
 """How many names to take of a listing at a time."""
+TAKE_BACK_S = 10.0
 BATCH = {"s3": 1000, "az": 256, "gs": 100}
 """How many objects one call deletes."""
 
@@ -78,7 +80,10 @@ class CloudStore:
         size_bytes = sum(map(len, views))
         if size_bytes > LARGEST_BYTES:
             raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
-        self._asker.ask("put", name, self._put(name, views), size_bytes=size_bytes)
+        try:
+            self._asker.ask("put", name, self._put(name, views), size_bytes=size_bytes)
+        finally:
+            take_back(views)
         if self._asker.service.take_check():
             self._check_by(name)
 
@@ -205,10 +210,27 @@ class CloudStore:
     def _delete_one(self, name: str) -> Exception | None:
         key = self._place.key(name)
         try:
-            self._asker.ask_or({Why.ABSENT}, "delete", name, lambda client: client.delete(key), bulk=False)
+            self._asker.ask_or({Why.ABSENT}, "delete", name, lambda client: client.delete(key), use="delete one")
         except StorageError as error:
             return error
         return None
+
+
+def take_back(views: Sequence[memoryview]) -> None:
+    """Return once the client holds on to none of these views, so that their memory may change, and be given back.
+
+    A request that was refused or timed out before all of its body was sent ends on another thread, a moment later.
+    """
+    deadline = time.monotonic() + TAKE_BACK_S
+    for view in views:
+        while True:
+            try:
+                view.release()
+                break
+            except BufferError:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.001)
 
 
 class CloudWriter:
