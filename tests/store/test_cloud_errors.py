@@ -2,7 +2,13 @@
 
 import datetime as dt
 import os
+import shutil
+import ssl
+import subprocess
+import threading
 import traceback
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -11,6 +17,7 @@ from faults.proxy import Rule
 from faults.servers.seaweed import KEYS, OTHER_KEYS
 from milepost.store import CloudOptions, CloudStore, store_at
 from milepost.store.cloud import retry
+from milepost.store.cloud.credentials import known_secrets
 from milepost.store.cloud.replies import Why, scrub, understand
 
 SECRET = "hidden+Secret/0123456789"
@@ -102,6 +109,49 @@ def test_a_server_without_tls_is_told(seaweed):
     secure = seaweed.endpoint.replace("http:", "https:")
     with seaweed.place(secure) as url, pytest.raises(milepost.StorageError, match="does not speak TLS"):
         store_at(url).create("x", b"")
+
+
+def openssl(folder, *arguments):
+    subprocess.run(["openssl", *arguments], cwd=folder, check=True, capture_output=True, timeout=60)
+
+
+class Taking(BaseHTTPRequestHandler):
+    """Takes objects, each name once."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_PUT(self):
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(412 if self.path in self.server.taken else 200)
+        self.server.taken.add(self.path)
+        for name, value in (("ETag", '"1"'), ("Content-Length", "0")):
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *_args):
+        pass
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="certificates are made by openssl, which is not there")
+def test_a_certificate_of_ones_own_is_trusted_by_ca_file(tmp_path):
+    new = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes", "-days", "2")
+    names = ("-subj", "/CN=milepost tests", "-addext", "subjectAltName=IP:127.0.0.1")
+    openssl(tmp_path, *new, "-keyout", "key.pem", "-out", "cert.pem", *names, "-addext", "basicConstraints=CA:FALSE")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Taking)
+    server.taken = set()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(tmp_path / "cert.pem", tmp_path / "key.pem")
+    server.socket = context.wrap_socket(server.socket, server_side=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    options = CloudOptions(endpoint=f"https://127.0.0.1:{server.server_port}", anonymous=True, **QUICK)
+    try:
+        with pytest.raises(milepost.StorageError, match=r"certificate is not trusted.*pass .* as ca_file"):
+            CloudStore("s3://bucket/a", options).create("x", b"1")
+        CloudStore("s3://bucket/a", replace(options, ca_file=tmp_path / "cert.pem")).create("x", b"1")
+        assert server.taken == {"/bucket/a/x"}
+    finally:
+        server.shutdown()
+        server.server_close()
 
 
 @pytest.mark.parametrize("scheme", ["s3", "gs", "az"])
@@ -217,6 +267,17 @@ def test_replies_are_understood_and_scrubbed(text, why):
     assert refusal.why is why
     assert SECRET not in repr(refusal)
     assert SECRET not in repr(understand(text)), "known or not"
+
+
+def test_secrets_of_the_environment_are_known():
+    env = {"AWS_SECRET_ACCESS_KEY": "one1", "AZURE_STORAGE_CONNECTION_STRING": "two2", "AWS_SESSION_TOKEN": "three"}
+    env |= {
+        "AWS_ACCESS_KEY_ID": "public",
+        "AWS_REGION": "here",
+        "OTHER_KEY": "other",
+        "GOOGLE_SERVICE_ACCOUNT_KEY": "four",
+    }
+    assert sorted(known_secrets(CloudOptions(token="five"), env)) == ["five", "four", "one1", "three", "two2"]
 
 
 def test_what_looks_like_a_secret_is_scrubbed():

@@ -173,3 +173,14 @@ def test_one_object_that_cannot_be_deleted_keeps_no_other(store, s3_proxy):
     with pytest.raises(milepost.StorageError, match=r"/b: 403 AccessDenied.*s3:DeleteObject"):
         store.delete("a", "b", "c")
     assert list(store.list("")) == ["b"], "and a service without deletions of many gets them one by one"
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_what_changes_on_the_way_is_refused_by_the_service(seaweed, s3_proxy, unsigned):
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, CloudOptions(unsigned=unsigned, patience_s=3, timeout_s=1))
+        store.check()
+        s3_proxy.set_rules(Rule("flip_request", kind="PUT", times=2))
+        store.create("a", DATA)
+        assert read(store, "a") == DATA
+        assert s3_proxy.traffic().faults == 2

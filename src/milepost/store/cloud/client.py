@@ -20,10 +20,12 @@ from milepost.store.cloud.credentials import (
     CredentialSource,
     azure_credentials,
     google_credentials,
+    known_secrets,
     s3_credentials,
 )
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.region import find_region
+from milepost.store.cloud.replies import scrub
 from milepost.store.cloud.url import Bucket
 
 SLOWEST_BYTES_S = 1 << 20
@@ -86,8 +88,9 @@ class Clients:
                 credential_provider=provider,
             )
         except Exception as error:  # noqa: BLE001  # obstore raises classes of its own, and ValueError
-            problem = _settings_problem(self._place.url, error, [*self._options.secrets(), *map(str, config.values())])
-        raise problem
+            words = str(error).partition("\n\nDebug source")[0]
+        told = scrub(words, known_secrets(self._options, os.environ))
+        raise InvalidRequest(f"{self._place.url}: the settings of the object store are wrong: {told}")
 
 
 def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
@@ -95,13 +98,6 @@ def doublings(timeout_s: float, size_bytes: int, timeouts: int) -> int:
     needed = timeout_s + size_bytes / SLOWEST_BYTES_S
     slack = 0.1  # a few bytes need no more time
     return max(0, math.ceil(math.log2(needed / timeout_s) - slack)) + (min(timeouts, 1) if size_bytes else 0)
-
-
-def _settings_problem(url: str, error: Exception, secrets: list[str]) -> InvalidRequest:
-    words = str(error).partition("\n\nDebug source")[0]
-    for secret in secrets:
-        words = words.replace(secret, "...") if len(secret) > 3 else words
-    return InvalidRequest(f"{url}: the settings of the object store are wrong: {' '.join(words.split())[:300]}")
 
 
 def has_obstore() -> bool:

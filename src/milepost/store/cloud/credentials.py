@@ -5,6 +5,7 @@ Google's application default credentials, Azure's identities. The profile files 
 """
 
 import os
+import re
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -78,6 +79,15 @@ class CredentialSource:
 
 def _is_near(expires: datetime | None) -> bool:
     return expires is not None and expires - datetime.now(UTC) < timedelta(minutes=5)
+
+
+_SECRET_NAME = re.compile(r"(?:AWS|AZURE|GOOGLE)_\w*(?:SECRET\w*|TOKEN|KEY|KEY_BASE64|STRING|PASSWORD)")
+
+
+def known_secrets(options: CloudOptions, env: Mapping[str, str]) -> list[str]:
+    """Every secret that the options or the environment hold, for those who keep them out of messages."""
+    found = [value for name, value in env.items() if _SECRET_NAME.fullmatch(name) and len(value) > 3]
+    return [*options.secrets(), *found]
 
 
 def s3_credentials(options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Callable[[], Config] | None]:

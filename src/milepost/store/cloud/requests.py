@@ -10,6 +10,7 @@ from typing import Any, Literal, TypeVar
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, NoReply, StorageError
 from milepost.store.cloud.advice import advice
 from milepost.store.cloud.client import Clients, Use, check_process, endpoint_of
+from milepost.store.cloud.credentials import known_secrets
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
@@ -153,7 +154,7 @@ class Asker:
             if isinstance(source.error, InvalidRequest):
                 raise source.error
             return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
-        return understand(str(error), self.options.secrets())
+        return understand(str(error), known_secrets(self.options, os.environ))
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
         url = f"{self.place.url}/{name}" if name else self.place.url
