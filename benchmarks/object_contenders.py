@@ -4,18 +4,19 @@ Each contender makes its own client in each call, and reaches the server by the 
 """
 
 import importlib
+import os
 import urllib.parse
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import boto3
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from contenders import State
-from faults.servers.setting import set_environment
 from object_show import CONNECTOR, MILEPOST, PART_BYTES, RAW, S3FS
 
 import milepost
@@ -187,7 +188,7 @@ def connector_save(state: State, site: Site) -> None:
     """The writer of s3torchconnector with its defaults."""
     from s3torchconnector.dcp import S3StorageWriter
 
-    with set_environment({"AWS_ENDPOINT_URL": site.endpoint}):  # it has no option for this
+    with patch.dict(os.environ, AWS_ENDPOINT_URL=site.endpoint):  # it has no option for this
         dcp.save(state.value, storage_writer=S3StorageWriter(site.region, site.url, _connector_config()))
 
 
@@ -195,7 +196,7 @@ def connector_load(state: State, site: Site) -> None:
     """The reader of s3torchconnector with its defaults, which are for DCP."""
     from s3torchconnector.dcp import S3StorageReader
 
-    with set_environment({"AWS_ENDPOINT_URL": site.endpoint}):
+    with patch.dict(os.environ, AWS_ENDPOINT_URL=site.endpoint):
         dcp.load(state.value, storage_reader=S3StorageReader(site.region, site.url, _connector_config()))
 
 

@@ -4,7 +4,7 @@ import itertools
 import os
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, Fsspec
 
 import milepost
 from faults.kills import ELEMENTS, TENSORS, Job, Rank, look, state_of, target
-from faults.object_lab import ERRORS, LIBRARIES, Library, ObjectLab, Place, why_not
+from faults.object_lab import DCP, ERRORS, MILEPOST, Library, ObjectLab, Place, why_not, why_not_dcp
 from faults.rows import Counting, FaultRow, Tally
 from faults.servers.object_server import BUCKET
 from milepost.comm import Solo
@@ -24,6 +24,7 @@ WORLD = 4
 WRITERS = 8
 SPAN_S = {"milepost": 0.5, "dcp": 2.0}
 """A kill comes at a random moment of this span, in which there are a few saves."""
+ONE_WINNER = "one winner each generation, the newest there"
 TITLES = {
     44: "object store: eight writers race for one place",
     45: "object store: ranks are killed",
@@ -85,27 +86,24 @@ def race(rank: Rank, name: str, places: list[Place], environment: dict[str, str]
 
 def races(lab: ObjectLab, full: bool) -> FaultRow:
     """Row 44."""
-    (ours, theirs), note = race_tallies(lab, 12 if full else 1, LIBRARIES)
-    good = frozenset({"one winner each generation, the newest there"})
-    return FaultRow(44, TITLES[44], f"{WRITERS} processes save to one new place at once", ours, good, theirs, note)
+    missing, rounds = why_not_dcp(), 12 if full else 1
+    ours, note = race_tally(lab, rounds, MILEPOST)
+    theirs = None if missing else race_tally(lab, rounds, DCP)[0]
+    good, how = frozenset({ONE_WINNER}), f"{WRITERS} processes save to one new place at once"
+    return FaultRow(44, TITLES[44], how, ours, good, theirs, f"{note}. {missing or ''}".strip())
 
 
-def race_tallies(lab: ObjectLab, rounds: int, libraries: Sequence[Library]) -> tuple[list[Tally], str]:
-    """How the rounds ended for each library, and how many saves of Milepost succeeded."""
-    tallies, note = [], ""
-    for library in libraries:
-        places = [lab.places(timeout_s=20.0)[1] for _ in range(rounds)]
-        with Job(WRITERS, race, library.name, places, lab.server.environment) as job:
-            job.await_all("returned", 30.0 * (rounds + 2))
-            said = [words for one in job.said for words in one if words[0] != "returned"]
-        counting = Counting()
-        for number, place in enumerate(places):
-            counting.add(_race_ending(lab, library, place, [words for words in said if words[2] == number]))
-        tallies.append(counting.tally)
-        if library.name == "milepost":
-            kinds = [words[0] for words in said]
-            note = f"{kinds.count('saved')} saves won a generation, {kinds.count('conflict')} got SaveConflict"
-    return tallies, note
+def race_tally(lab: ObjectLab, rounds: int, library: Library) -> tuple[Tally, str]:
+    """How the rounds ended, and how many saves succeeded."""
+    places = [lab.places(timeout_s=20.0)[1] for _ in range(rounds)]
+    with Job(WRITERS, race, library.name, places, lab.server.environment) as job:
+        job.await_all("returned", 30.0 * (rounds + 2))
+        said = [words for one in job.said for words in one if words[0] != "returned"]
+    counting = Counting()
+    for number, place in enumerate(places):
+        counting.add(_race_ending(lab, library, place, [words for words in said if words[2] == number]))
+    kinds = [words[0] for words in said]
+    return counting.tally, f"{kinds.count('saved')} saves won a generation, {kinds.count('conflict')} got SaveConflict"
 
 
 def _race_ending(lab: ObjectLab, library: Library, place: Place, said: list[tuple[Any, ...]]) -> str:
@@ -121,7 +119,7 @@ def _race_ending(lab: ObjectLab, library: Library, place: Place, said: list[tupl
         return "two winners of one generation"
     if max(saved, key=lambda words: words[3])[1] != found:
         return "the newest lost"
-    return "one winner each generation, the newest there" + lab.left_by_the_next(library, place)
+    return ONE_WINNER + lab.left_by_the_next(library, place)
 
 
 # --- row 45
@@ -139,13 +137,14 @@ def keep_saving(rank: Rank, name: str, place: Place, environment: dict[str, str]
 
 def killed(lab: ObjectLab, full: bool) -> FaultRow:
     """Row 45."""
-    counts = {"milepost": 40, "dcp": 12} if full else {"milepost": 1, "dcp": 1}
-    tallies = {library.name: kill_tally(lab, library, counts[library.name]) for library in LIBRARIES}
+    missing = why_not_dcp()
+    ours = kill_tally(lab, MILEPOST, 40 if full else 1)
+    theirs = None if missing else kill_tally(lab, DCP, 12 if full else 1)
     how = (
         f"SIGKILL of one rank or of all {WORLD} ranks at a random moment, while they save to one place again and again"
     )
-    note = "Then another job saves; nothing else is left."
-    return FaultRow(45, TITLES[45], how, tallies["milepost"], frozenset({"old", "new"}), tallies["dcp"], note)
+    note = missing or "Then another job saves; nothing else is left."
+    return FaultRow(45, TITLES[45], how, ours, frozenset({"old", "new"}), theirs, note)
 
 
 def kill_tally(lab: ObjectLab, library: Library, count: int) -> Tally:

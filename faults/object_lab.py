@@ -7,6 +7,7 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 from unittest.mock import patch
@@ -33,12 +34,12 @@ ERRORS = (Exception, CheckpointException)  # DCP's own is not an Exception
 
 def why_not() -> str | None:
     """Why these faults cannot be made here; None if they can."""
-    try:
-        import obstore  # noqa: F401
-        import s3fs  # noqa: F401
-    except ImportError as error:
-        return f"{error.name} is not installed"
-    return SeaweedFS.why_not()
+    return SeaweedFS.why_not() if find_spec("obstore") else "obstore is not installed"
+
+
+def why_not_dcp() -> str | None:
+    """Why DCP cannot be compared here; None if it can."""
+    return None if find_spec("s3fs") else "DCP was not run: s3fs is not installed"
 
 
 def state(number: int) -> dict[str, torch.Tensor]:
@@ -107,7 +108,7 @@ class DcpLibrary:
 
 
 Library = MilepostLibrary | DcpLibrary
-LIBRARIES: tuple[Library, ...] = (MilepostLibrary(), DcpLibrary())
+MILEPOST, DCP = MilepostLibrary(), DcpLibrary()
 
 
 def found(library: Library, place: Place) -> str:

@@ -12,8 +12,9 @@ from pathlib import Path
 
 import milepost
 from faults.object_lab import (
+    DCP,
     ERRORS,
-    LIBRARIES,
+    MILEPOST,
     NEW,
     NEWER,
     OLD,
@@ -23,6 +24,7 @@ from faults.object_lab import (
     found,
     state,
     why_not,
+    why_not_dcp,
 )
 from faults.proxy import Fault, Rule
 from faults.rows import Counting, FaultRow, Tally
@@ -57,8 +59,9 @@ def rows(full: bool, folder: Path) -> Iterator[FaultRow]:
 
 def row_of(number: int, how: str, good: frozenset[str], tally: Callable[[Library], Tally], note: str = "") -> FaultRow:
     """A row from the tallies of both libraries."""
-    ours, theirs = (tally(library) for library in LIBRARIES)
-    return FaultRow(number, TITLES[number], how, ours, good, theirs, note)
+    missing = why_not_dcp()
+    theirs = None if missing else tally(DCP)
+    return FaultRow(number, TITLES[number], how, tally(MILEPOST), good, theirs, missing or note)
 
 
 def each(lab: ObjectLab, library: Library, step: int, *faults: Fault) -> Tally:

@@ -137,9 +137,9 @@ class PageServer:
     fixture: str
     variable: str
 
-    def environment(self, server):
-        """The environment that leads to it."""
-        return {**server.environment, self.variable: server.endpoint}
+    def environment(self, server, host=None):
+        """The environment that leads to it, or to a proxy before it at another host."""
+        return {**server.environment, self.variable: server.endpoint_at(host) if host else server.endpoint}
 
 
 SERVERS = {

@@ -73,8 +73,9 @@ class SeaweedFS(ObjectServer):
             "s3.config": config,
             "s3.port.iceberg": 0,
             "s3.port.lance": 0,
-            "s3.localSocket": self.folder / "s3.sock",
-            "filer.localSocket": self.folder / "filer.sock",
+            # Not in the folder: the path of a socket has room for about 100 letters.
+            "s3.localSocket": self._socket("s3.port"),
+            "filer.localSocket": self._socket("filer.port"),
             "master.telemetry": "false",
             "master.electionTimeout": "1s",  # it elects itself: with the default a restart takes 20 s
             "master.heartbeatInterval": "100ms",
@@ -98,8 +99,12 @@ class SeaweedFS(ObjectServer):
 
     def __exit__(self, *exception: object) -> None:
         super().__exit__()
-        for name in ("filer", "s3"):  # it always makes these there
-            Path(f"/tmp/seaweedfs-{name}-grpc-{self.ports[f'{name}.port.grpc']}.sock").unlink(missing_ok=True)
+        for port in ("s3.port", "s3.port.grpc", "filer.port", "filer.port.grpc"):
+            self._socket(port).unlink(missing_ok=True)
+
+    def _socket(self, port: str) -> Path:
+        """A socket of the server, named as it names those that have no option."""
+        return Path(f"/tmp/seaweedfs-{port.replace('.port', '').replace('.', '-')}-{self.ports[port]}.sock")
 
     def _filer(self, method: str, target: str, body: bytes | None = None) -> int:
         """Ask the part of it that keeps the names, which takes requests of this machine without a signature."""

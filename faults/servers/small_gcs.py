@@ -124,7 +124,11 @@ class GcsRequest(BaseHTTPRequestHandler):
         return urllib.parse.unquote(bucket), urllib.parse.unquote(name[0]) if name else "", found
 
     def _handle(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        length = int(self.headers.get("Content-Length") or 0)
+        body = self.rfile.read(length)
+        if len(body) < length:  # the client has gone
+            self.close_connection = True
+            return None
         bucket, name, query = self._target()
         if self.headers.get("Authorization") != _AUTHORIZED["Authorization"]:
             return self._refuse(401, "AuthenticationRequired")

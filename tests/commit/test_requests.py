@@ -80,7 +80,7 @@ def test_removal_deletes_in_batches():
     store.taken()
     remove_checkpoint(store)
     requests = store.taken()
-    assert len(requests) <= 12, requests
+    assert len(requests) == 8, requests
     assert requests.count("delete") == 2, "the manifest, and then all data"
     assert not list(store.list("data/"))
 

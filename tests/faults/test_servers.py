@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from faults.processes import environment
+from faults.proxy import Proxy, Rule
 from faults.servers import SmallGcs
 from faults.servers.object_server import BUCKET
 
@@ -87,6 +88,16 @@ def test_of_eight_conditional_puts_one_wins(server):
         won = winners(store, "name", 8)
         assert len(won) == 1
         assert bytes(obstore.get(store, "name").bytes()) == b"%d" % won[0]
+
+
+def test_upload_that_is_cut_leaves_nothing(server):
+    with Proxy(server.address) as proxy, server.place(proxy.endpoint) as url:
+        proxy.set_rules(Rule("cut_request", "PUT"))
+        store = client(url)
+        with pytest.raises(obstore.exceptions.BaseError):
+            obstore.put(store, "name", b"content" * 1000, mode="create")
+        assert names(store) == []
+        obstore.put(store, "name", b"content" * 1000, mode="create")
 
 
 def test_listings_of_many_names_come_in_pages(small_gcs):

@@ -105,6 +105,18 @@ def test_an_endpoint_that_is_not_there_is_an_error_soon(endpoint):
     assert SECRET not in shown(raised.value)
 
 
+def test_an_endpoint_of_the_environment_is_checked_and_named(monkeypatch):
+    options = CloudOptions(access_key_id="known", secret_access_key=SECRET, region="us-east-1", **QUICK)
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    with pytest.raises(milepost.StorageError, match=r"Is the endpoint http://127\.0\.0\.1:1 right"):
+        CloudStore("s3://bucket-1/a", options).create("x", b"")
+    variables = {"s3": "AWS_ENDPOINT_URL_S3", "gs": "STORAGE_EMULATOR_HOST", "az": "AZURE_STORAGE_ENDPOINT"}
+    for scheme, name in variables.items():
+        monkeypatch.setenv(name, "127.0.0.1:9000" if scheme != "gs" else "ftp://host")
+        with pytest.raises(milepost.InvalidRequest, match=f"{name} of the environment is a URL that begins with http"):
+            CloudStore(f"{scheme}://bucket-2/a", CloudOptions(account="a", **QUICK)).create("x", b"")
+
+
 def test_a_server_without_tls_is_told(seaweed):
     secure = seaweed.endpoint.replace("http:", "https:")
     with seaweed.place(secure) as url, pytest.raises(milepost.StorageError, match="does not speak TLS"):

@@ -18,7 +18,7 @@ from milepost.store.local import LocalWriter
 from milepost.testing import CountingStore, UnsyncedStore
 from tests.dcp.file_systems import Moving
 
-CLOUDS = {"s3": "seaweed", "azure": "azurite", "gcs": "small_gcs"}
+CLOUDS = {"s3": "seaweed"}
 """The fixture with the server of each object store."""
 
 

@@ -52,13 +52,13 @@ def generations(store: Store) -> list[int]:
 def generations_in(store: Store, names: Iterable[str]) -> list[int]:
     """The numbers of the manifests among the names at a place, newest first.
 
-    Where listings are current, a generation with the marker of a removal is none any more. Elsewhere a marker may be
-    listed that is gone, so there the manifest itself has to go.
+    Where listings are current, the marker of a removal ends its generation, and all before it: a manifest of those can
+    only have come late. Elsewhere a marker may be listed that is gone, so there the manifest itself has to go.
     """
     names = list(names)
-    going = set(removals_in(names)) if store.traits.is_current else set()
-    found = {number for number in map(generation_of, names) if number is not None}
-    return sorted(found - going, reverse=True)
+    ended = max(removals_in(names), default=0) if store.traits.is_current else 0
+    found = (number for number in map(generation_of, names) if number is not None)
+    return sorted((number for number in found if number > ended), reverse=True)
 
 
 def removals_in(names: Iterable[str]) -> dict[int, str]:

@@ -19,7 +19,7 @@ has, so a save that runs in the same folder loses nothing; and `take_aim` passes
 In an object store a request can take effect after its sender gave up, or sent it again. Then the deletion of step 3
 could hit the manifest of a newer save, if that had the same number; and a manifest whose creation got no reply could
 appear when its data is gone. So there the marker stays for `LATE_S`: no save gets its number meanwhile, and a marked
-generation is no checkpoint, whoever creates it. `forget_removal` ends that.
+generation and those before it are no checkpoints, whoever creates their manifests. `forget_removal` ends that.
 """
 
 import logging

@@ -35,11 +35,11 @@ _FIXED = {
 }
 
 
-def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions) -> str:
-    """What the user does next."""
+def advice(refusal: Refusal, verb: str, place: Bucket, options: CloudOptions, endpoint: str | None) -> str:
+    """What the user does next. `endpoint`: the service that was asked, if it is not the provider's own."""
     bucket = "container" if place.provider == "az" else "bucket"
     needed = _PERMISSIONS[place.provider][verb]
-    where = f"the endpoint {options.endpoint}" if options.endpoint else f"the endpoint of {place.scheme}://"
+    where = f"the endpoint {endpoint}" if endpoint else f"the endpoint of {place.scheme}://"
     reach = f"Is {where} right, and can this machine reach it (network, proxy, firewall)?"
     if needed == "s3:GetObject":
         needed += " (and s3:ListBucket, or absent objects look forbidden)"

@@ -23,7 +23,7 @@ from milepost.store.cloud.credentials import (
     known_secrets,
     s3_credentials,
 )
-from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.options import CloudOptions, wrong_url
 from milepost.store.cloud.region import find_region
 from milepost.store.cloud.replies import scrub
 from milepost.store.cloud.url import Bucket
@@ -31,6 +31,12 @@ from milepost.store.cloud.url import Bucket
 SLOWEST_BYTES_S = 1 << 20
 """A request that moves data gets at least the time that this speed needs."""
 CONNECT_S = 5.0
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("STORAGE_EMULATOR_HOST",),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+"""The variables that name another service than the provider's own."""
 STANDSTILL_S = 15.0
 """A reply of which nothing comes for so long is given up."""
 Use = Literal["read", "write", "delete one"]
@@ -157,15 +163,23 @@ def store_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str])
     return build(place, options, env)
 
 
-def endpoint_of(options: CloudOptions, env: Mapping[str, str]) -> str | None:
-    """The URL of a service with the protocol of S3 that is not Amazon's."""
-    return options.endpoint or env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL")
+def endpoint_of(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> str | None:
+    """The URL of a service that is not the provider's own. Raises InvalidRequest if a variable holds something else."""
+    if options.endpoint:
+        return options.endpoint
+    for name in _ENDPOINTS[place.provider]:
+        if found := env.get(name):
+            url = f"http://{found}" if place.provider == "gs" and "://" not in found else found
+            if wrong := wrong_url("endpoint", url):
+                raise InvalidRequest(f"{place.url}: {name} of the environment {wrong}")
+            return url
+    return None
 
 
 def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
     config, provider = s3_credentials(options, env)
     region = options.region or env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION") or config.get("region")
-    endpoint = endpoint_of(options, env)
+    endpoint = endpoint_of(place, options, env)
     config["region"] = region or (None if endpoint else find_region(place.bucket, options)) or "us-east-1"
     path_style = options.path_style if options.path_style is not None else bool(endpoint or "." in place.bucket)
     if endpoint:
@@ -185,11 +199,10 @@ def _s3_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -
 
 
 def _google_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]) -> tuple[Config, Any]:
-    del place
     config, provider = google_credentials(options)
-    endpoint = options.endpoint or env.get("STORAGE_EMULATOR_HOST")
+    endpoint = endpoint_of(place, options, env)
     if endpoint:
-        config["base_url"] = (endpoint if "://" in endpoint else f"http://{endpoint}").rstrip("/")
+        config["base_url"] = endpoint.rstrip("/")
     return config, provider
 
 
@@ -204,7 +217,7 @@ def _azure_settings(place: Bucket, options: CloudOptions, env: Mapping[str, str]
             "AZURE_STORAGE_ACCOUNT_NAME, or write abfss://container@account.dfs.core.windows.net/path"
         )
     config["account_name"] = account
-    endpoint = options.endpoint or env.get("AZURE_STORAGE_ENDPOINT") or env.get("AZURE_ENDPOINT")
+    endpoint = endpoint_of(place, options, env)
     if endpoint:
         config["endpoint"] = endpoint.rstrip("/")
     return config, provider

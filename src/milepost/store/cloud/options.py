@@ -109,12 +109,13 @@ def _check(name: str, value: object) -> None:
     elif value is not None and not (isinstance(value, str) and value) and not isinstance(value, os.PathLike):
         wrong = "is a string that is not empty"
     elif isinstance(value, str) and name in _URLS:
-        wrong = _wrong_url(name, value)
+        wrong = wrong_url(name, value)
     if wrong is not None:  # the value is not shown: it may be a secret in the wrong place
         raise InvalidRequest(f"CloudOptions.{name} {wrong}")
 
 
-def _wrong_url(name: str, value: str) -> str | None:
+def wrong_url(name: str, value: str) -> str | None:
+    """What is wrong with the URL of an endpoint or a proxy, in words; None if nothing is."""
     try:
         parts = urlsplit(value)
         _ = parts.port

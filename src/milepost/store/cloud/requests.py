@@ -46,7 +46,8 @@ class Service:
         self.clients = Clients(place, options)
         self.pace = Pace(options.requests, options.patience_s)
         self._lock = threading.Lock()
-        self._is_checked = place.provider != "s3" or not endpoint_of(options, os.environ)
+        self.endpoint = endpoint_of(place, options, os.environ)
+        self._is_checked = place.provider != "s3" or not self.endpoint
 
     def take_check(self) -> bool:
         """Whether the caller is the first who should look if a second object of one name is refused.
@@ -165,7 +166,7 @@ class Asker:
         said = f"cannot {_VERBS[verb]} {url}: {refusal.words}"
         if trial.failures > 1:
             said += f" (asked {trial.failures} times in {self.service.pace.clock.now() - trial.began:.0f} s)"
-        said += f". {advice(refusal, verb, self.place, self.options)}"
+        said += f". {advice(refusal, verb, self.place, self.options, self.service.endpoint)}"
         if verb == "put" and trial.may_act:
             return NoReply(f"{said} Nobody knows whether the object was written, or still will be.")
         return StorageError(said)

@@ -79,8 +79,8 @@ def _bucket_of(scheme: str, host: str) -> tuple[str, str | None]:
         if PROVIDERS[scheme] != "az" or match is None or ":" in bucket:
             # Not shown: it may be a password.
             raise InvalidRequest(
-                f"a {scheme}:// URL has no user name or password before its bucket; pass credentials by CloudOptions "
-                "or the environment"
+                f"a URL with {scheme}:// has no user name or password before its bucket; pass credentials by "
+                "CloudOptions or the environment"
             )
         account = match[1]
     if not _BUCKET.fullmatch(bucket):
@@ -91,7 +91,9 @@ def _bucket_of(scheme: str, host: str) -> tuple[str, str | None]:
 def _root_of(where: str, path: str) -> str:
     root = path.removesuffix("/")
     if root and any(part in ("", ".", "..") for part in root.split("/")):
-        raise InvalidRequest(f"{where}/{path[:200]}: no part of a path is empty, '.' or '..'")
+        raise InvalidRequest(
+            f"{where}/{path[:200]}: no part of a path is empty, '.' or '..'; write one slash between two names"
+        )
     if _CONTROL.search(root):
         raise InvalidRequest(f"{where}/{path[:200]!r}: no path holds control characters")
     return root
