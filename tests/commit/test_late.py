@@ -10,9 +10,9 @@ import torch
 import milepost
 from milepost.commit.attempt import take_aim
 from milepost.commit.find import REMOVED, generations, missing_objects, parse, read_manifest
-from milepost.commit.removal import forget_removal, remove_checkpoint
+from milepost.commit.removal import finish_removal, forget_removal, remove_checkpoint, remove_unfinished
 from milepost.core.manifest import manifest_name
-from milepost.testing import LateStore, run_ranks
+from milepost.testing import LateStore, ReplyLosingStore, run_ranks
 from tests.commit.object_places import OBJECTS, Turns, objects
 from tests.commit.writers import WRITERS
 
@@ -138,7 +138,11 @@ def test_manifest_that_comes_after_the_removal_is_no_checkpoint():
         milepost.open(inner)
     assert take_aim(inner).generation == 2
     forget_removal(inner, marker)
-    assert marker not in inner.objects
+    assert generations(inner) == [], "its data is gone: without the marker it would be a checkpoint again"
+    finish_removal(inner, [marker])
+    assert inner.objects.keys() == {marker}
+    forget_removal(inner, marker)
+    assert not inner.objects
 
 
 def test_copy_of_a_manifest_that_comes_after_the_removal_is_no_checkpoint():
@@ -155,6 +159,16 @@ def test_copy_of_a_manifest_that_comes_after_the_removal_is_no_checkpoint():
     milepost.save(state(3), inner, overwrite=False)
     assert read(inner) == 3
     assert manifest_name(1) not in inner.objects
+
+
+def test_lost_reply_to_the_marker_does_not_stop_a_removal():
+    inner = objects()
+    for call in (remove_checkpoint, remove_unfinished):
+        milepost.save(state(1), inner)
+        if call is remove_unfinished:
+            inner.delete(manifest_name(2), manifest_name(1) + REMOVED)
+        marker = call(ReplyLosingStore(inner, ["create"], repeats=True))
+        assert inner.objects.keys() == {marker}
 
 
 def test_saver_whose_number_was_used_and_removed_is_told():
