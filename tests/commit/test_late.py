@@ -91,18 +91,18 @@ def test_save_that_may_not_overwrite_never_replaces_a_late_one():
     assert read(inner) == 1
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_interrupt_between_request_and_reply_keeps_the_data(interrupted):
-    """Ctrl-C while the request is under way: it may still arrive."""
-    inner = objects()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, milepost.StorageError])
+def test_interrupt_between_request_and_reply_keeps_the_data(error):
+    """Ctrl-C, or an error of a client that nobody translated, while the request is under way: it may still arrive."""
+    inner, interrupted = objects(), error is not milepost.StorageError
 
     class Interrupted(LateStore):
         def after(self, number, call):
             if call.startswith("create manifest"):
-                raise KeyboardInterrupt if interrupted else milepost.StorageError("refused")
+                raise error("refused")
 
     store = Interrupted(inner, late_manifest)
-    with pytest.raises(KeyboardInterrupt if interrupted else milepost.StorageError):
+    with pytest.raises(error):
         milepost.save(state(1), store)
     assert bool(inner.objects) == interrupted, "what was refused leaves nothing"
     store.arrive()

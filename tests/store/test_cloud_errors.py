@@ -185,12 +185,13 @@ def test_wrong_settings_show_no_secret():
         ("gs", {"service_account_key": '{"private_key": "' + SECRET + '"}'}),
         ("az", {"account": "a", "account_key": SECRET + "?"}),
         ("az", {"account": "a", "connection_string": f"AccountName=a;Key={SECRET}"}),
-        ("s3", {"access_key_id": "a", "secret_access_key": SECRET, "ca_file": "absent.pem"}),
+        ("s3", {"access_key_id": "a", "secret_access_key": SECRET, "ca_file": "absent-0123456789-abcdef.pem"}),
     ]
     for scheme, settings in wrong:
         with pytest.raises(milepost.InvalidRequest) as raised:
             CloudStore(f"{scheme}://bucket/a", CloudOptions(**settings)).create("x", b"")
         assert SECRET not in shown(raised.value)
+    assert "absent-0123456789-abcdef.pem" in str(raised.value), "what can be shown is"
 
 
 def test_credentials_of_a_callable_are_fetched_anew(seaweed, s3_proxy):
