@@ -1,5 +1,7 @@
 """Places on the web are read as folders are, whatever their server is like; nothing is saved there."""
 
+import argparse
+import base64
 import os
 import pickle
 import shutil
@@ -9,6 +11,7 @@ import pytest
 import torch
 
 import milepost
+from milepost.formats.read.virtual import unpickled
 from milepost.store import HttpStore, LocalStore, http, http_client, store_at
 from tests.ranks import spawn
 from tests.web import Web, busy, cut, fine, hang_up, other_range
@@ -157,6 +160,18 @@ def test_secrets_are_sent_to_the_host_and_never_shown(web, tmp_path):
     with Web(tmp_path, moved_to=web.url) as moved:
         milepost.open(moved.url.replace("http://", "http://me:pass@") + "/a")
     assert set(web.logins) == {""}, "the host that it redirects to does not get the password"
+
+
+def test_values_that_need_pickle_come_from_the_very_place(web, tmp_path):
+    """By its URL without the token, another file could be read, and its pickle run."""
+    torch.save(a_state() | {"args": argparse.Namespace(lr=3)}, tmp_path / "a.pt")
+    checkpoint = milepost.open(f"{web.url}/a.pt?token=secret", allow_pickle=True)
+    assert checkpoint["args"] == argparse.Namespace(lr=3)
+    assert all("?token=secret" in request for request in web.requests)
+    spelled = next(value.value for value in checkpoint.manifest.values if value.key == "args")
+    assert b"secret" not in base64.b64decode(spelled["pickle"])
+    with pytest.raises(milepost.InvalidRequest, match="open it again"):
+        unpickled("archive://0/a.pt", ())
 
 
 def test_saves_are_refused_before_anything_is_staged(web, tmp_path):

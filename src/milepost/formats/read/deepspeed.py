@@ -18,7 +18,6 @@ import xxhash
 from milepost.core.box import Shape, boxes_of_run
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MAX_DIMS
-from milepost.core.tree import Path
 from milepost.data.read import read_small
 from milepost.errors import CheckpointDamaged, CheckpointError, UnsupportedFormat
 from milepost.formats.read.archive import Archive, Window
@@ -30,9 +29,9 @@ from milepost.formats.read.virtual import (
     FileBox,
     ForeignState,
     PlacedTensor,
+    StoredArchive,
     TensorReplacer,
     check_total,
-    rescue_from_file,
 )
 from milepost.store import Store
 
@@ -135,12 +134,8 @@ class _Folder:
         if optimizer is None:  # without ZeRO, the optimizer stands beside the module
             optimizer = self.placed(0, first.get("optimizer"))
         state = {"module": module, **({"optimizer": optimizer} if optimizer is not None else {}), **rest}
-        file = f"{self.where}/{models[0][2]}"
         self._check_size(state)
-
-        def rescue(path: Path) -> bytes:
-            return rescue_from_file(file, path)
-
+        rescue = StoredArchive(self._store, self._prefix + models[0][2]).rescue
         world = max(len(models), int(first.get("dp_world_size") or 1) if type(first.get("dp_world_size")) is int else 1)
         return ForeignState(
             "deepspeed", self._hasher.digest(), state, tuple(self._files), world, {}, rescue, self._store.reader

@@ -228,13 +228,22 @@ class ForeignFile(VerifiedFile):
 
 
 class ForeignFiles(Files):
-    """The files of a checkpoint of another library, opened when they are first needed."""
+    """The files of a checkpoint of another library, opened when they are first needed.
+
+    `keeps`: what values of the manifest need for as long as the files are there.
+    """
 
     def __init__(
-        self, store: Store, manifest: Manifest, names: Sequence[str], slots: Sequence[Sequence[FileEntry]], opening: Any
+        self,
+        store: Store,
+        manifest: Manifest,
+        names: Sequence[str],
+        slots: Sequence[Sequence[FileEntry]],
+        opening: Any,
+        keeps: object = None,
     ) -> None:
         super().__init__(store, manifest)
-        self._names, self._slots, self._opening = names, slots, opening
+        self._names, self._slots, self._opening, self._keeps = names, slots, opening, keeps
 
     def name_of(self, rank: int) -> str:
         """The name of a file."""

@@ -15,9 +15,9 @@ from milepost.formats.read.virtual import (
     FileBox,
     ForeignState,
     PlacedTensor,
+    StoredArchive,
     TensorReplacer,
     check_total,
-    rescue_from_file,
 )
 from milepost.store import Reader, Store
 
@@ -37,8 +37,10 @@ def read_torch_file(store: Store, name: str) -> ForeignState:
     check_total(what, (tensor for _, tensor in placed.values()), file_bytes)
     nested = isinstance(content, (dict, list, tuple))
 
+    stored = StoredArchive(store, name)
+
     def rescue(path: Path) -> bytes:
-        return rescue_from_file(what, path if nested else ())
+        return stored.rescue(path if nested else ())
 
     def opened(_: str) -> Reader:
         return store.reader(name)

@@ -8,10 +8,12 @@ import base64
 import contextlib
 import io
 import pickle  # only to write what `allow_pickle` lets torch load; nothing is unpickled here
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 from milepost.core.box import Box, Shape
 from milepost.core.dtypes import size_bytes
@@ -23,12 +25,12 @@ from milepost.core.shardfile import entry_name
 from milepost.core.tree import Flat, Path, Rules, TooDeep, UnknownContainer, flatten
 from milepost.core.versions import set_versions, versions_of
 from milepost.data.read import read_bytes
-from milepost.errors import CheckpointDamaged, InvalidState, UnsafeCheckpoint
+from milepost.errors import CheckpointDamaged, InvalidRequest, InvalidState, UnsafeCheckpoint
 from milepost.formats.read.files import ForeignFiles
 from milepost.formats.read.pickle_machine import Opaque
 from milepost.formats.read.spots import FileEntry, Item, Spot
 from milepost.state.values import Codec
-from milepost.store import Reader, Store, store_at
+from milepost.store import LocalStore, Reader, Store
 
 _SLACK = 100_000
 _SLACK_LETTERS = 16 * MIB
@@ -109,7 +111,8 @@ def virtual(store: Store, found: ForeignState) -> Foreign:
         files=tuple(ShardFile(i, size, 0, "") for i, (_, size) in enumerate(found.files)),
     )
     names = [name for name, _ in found.files]
-    return Foreign(found.format, found.digest, manifest, ForeignFiles(store, manifest, names, slots, found.open))
+    files = ForeignFiles(store, manifest, names, slots, found.open, keeps=found.rescue)
+    return Foreign(found.format, found.digest, manifest, files)
 
 
 _LEAVES = LeafRule(lambda value: "tensor" if isinstance(value, PlacedTensor) else None)
@@ -233,16 +236,39 @@ def rescue_from_bytes(archive: bytes, path: Path) -> bytes:
     return pickle.dumps(_PickledCall(unpickled, (archive, path)))
 
 
-def rescue_from_file(name: str, path: Path) -> bytes:
-    """The same for an archive that is a separate file, which is read as a whole."""
-    return pickle.dumps(_PickledCall(unpickled, (name, path)))
+class StoredArchive:
+    """A file of `torch.save` in a store, for pickles that read a value from it in this process, while this lives.
+
+    They get it from this very store: its URL alone lacks the endpoint, the token or the options, and would lead to
+    somebody else's file.
+    """
+
+    def __init__(self, store: Store, name: str) -> None:
+        self._store, self._name = store, name
+        self.key = f"{store.url}/{name}"
+        if not _is_local(store):
+            self.key = f"{_STORED}{secrets.token_hex(8)}/{self.key}"
+            _ARCHIVES[self.key] = self
+
+    def rescue(self, path: Path) -> bytes:
+        """A pickle that gives the value at `path` in the archive, which it reads as a whole."""
+        return pickle.dumps(_PickledCall(unpickled, (self.key, path)))
+
+    def read(self) -> bytes:
+        """All bytes of the file."""
+        with contextlib.closing(self._store.reader(self._name)) as reader:
+            return read_bytes(reader, 0, reader.size_bytes)
 
 
-def _whole(url: str) -> bytes:
-    """The bytes of a file at a URL, with the credentials of the environment."""
-    folder, _, name = url.rpartition("/")
-    with contextlib.closing(store_at(folder).reader(name)) as reader:
-        return read_bytes(reader, 0, reader.size_bytes)
+_STORED = "archive://"
+# What the pickles of open checkpoints refer to: they cannot hold a store, which may hold secrets.
+_ARCHIVES: WeakValueDictionary[str, StoredArchive] = WeakValueDictionary()
+
+
+def _is_local(store: Any) -> bool:
+    while store is not None and not isinstance(store, LocalStore):
+        store = getattr(store, "inner", None)
+    return store is not None
 
 
 def unpickled(archive: bytes | str, path: Path) -> Any:
@@ -250,8 +276,11 @@ def unpickled(archive: bytes | str, path: Path) -> Any:
     import torch  # noqa: PLC0415
 
     source: Any = io.BytesIO(archive) if isinstance(archive, bytes) else archive
-    if isinstance(source, str) and "://" in source:
-        source = io.BytesIO(_whole(source))
+    if isinstance(source, str) and source.startswith(_STORED):
+        stored = _ARCHIVES.get(source)
+        if stored is None:
+            raise InvalidRequest(f"the checkpoint of {source.rpartition('/')[2]} is not open any more; open it again")
+        source = io.BytesIO(stored.read())
     value = torch.load(source, map_location="cpu", weights_only=False)
     for part in path:
         value = value[part]
