@@ -157,3 +157,11 @@ def test_what_was_sent_stays_unknown_whatever_fails_later(fault, monkeypatch, tm
 
     with pytest.raises(milepost.NoReply, match="Nobody knows"):
         asker.ask("put", "name", request, size_bytes=1 << 20)
+
+
+def test_words_of_a_callable_are_not_shown_while_it_is_renewed():
+    """Another request has just forgotten the callable: what it raised is known only by the text."""
+    asker = CloudStore("s3://bucket/x", CloudOptions(endpoint="http://127.0.0.1:1"))._asker
+    refusal = asker._understand(OSError("it lacked credentials for path External AWS credential provider: my words"))
+    assert refusal.why is Why.NO_CREDENTIALS
+    assert "my words" not in refusal.words

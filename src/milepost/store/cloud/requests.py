@@ -1,6 +1,7 @@
 """Requests to an object store: asked again while that helps, and errors that say what, where and what to do."""
 
 import os
+import re
 import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
@@ -22,8 +23,8 @@ Verb = Literal["get", "put", "list", "delete"]
 
 _VERBS = {"get": "read", "put": "write", "list": "list", "delete": "delete"}
 _MAY_ACT = "Nobody knows whether the object was written, or still will be."
-_CALLABLE = "credential provider"
-"""In the text of obstore's error, if a callable for credentials failed."""
+_CALLABLE = re.compile(r"for path External \w+ credential provider")
+"""In the text of obstore's error, if a callable for credentials failed. The words of the callable come after it."""
 _DEFINITE = frozenset({Why.TAKEN, Why.ABSENT, Why.SHORT})
 
 
@@ -158,12 +159,13 @@ class Asker:
     def _understand(self, error: Exception) -> Refusal:
         if isinstance(error, BadReply):
             return error.refusal
-        source = self.service.clients.source
-        problem = source.error if source is not None and _CALLABLE in str(error) else None
-        if isinstance(problem, InvalidRequest):
-            raise problem
-        if problem is not None:  # of another request too: but this one was not sent either
-            return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(problem).__name__}")
+        if _CALLABLE.search(str(error)):
+            source = self.service.clients.source  # none, if another request has just begun to renew it
+            problem = source.error if source is not None else None
+            if isinstance(problem, InvalidRequest):
+                raise problem
+            how = "failed" if problem is None else f"raised {type(problem).__name__}"
+            return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials {how}")
         return understand(str(error), known_secrets(self.options, os.environ))
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
