@@ -8,6 +8,7 @@ import torch
 import milepost
 from milepost.commit import find as find_module
 from milepost.commit.find import find
+from milepost.commit.removal import remove_unfinished
 from milepost.core.manifest import manifest_name
 from milepost.store import AtGeneration, LocalStore, MemoryStore
 from milepost.testing import CountingStore, run_ranks
@@ -39,6 +40,15 @@ def test_old_listing_does_not_hide_what_can_be_opened(later):
         milepost.save(state(number), inner)
     assert find(store)[0] == 1 + later
     assert milepost.open(store)["n"] == 1 + later
+
+
+def test_old_listing_makes_no_committed_save_an_unfinished_one():
+    inner = MemoryStore()
+    milepost.save(state(1), inner)
+    store = OldListing(inner)
+    store.names.remove(manifest_name(1))
+    assert remove_unfinished(store) is None
+    assert milepost.open(inner).verify().ok
 
 
 def test_first_checkpoint_is_found_though_the_listing_is_empty():

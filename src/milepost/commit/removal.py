@@ -29,7 +29,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from milepost.commit.beside import names_at
-from milepost.commit.find import REMOVED, generations_in, newest, parse, read_manifest, removals_in
+from milepost.commit.find import REMOVED, generations_in, is_there, newest, parse, read_manifest, removals_in
 from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
@@ -72,11 +72,15 @@ def remove_unfinished(place: Store) -> str | None:
     data = [name for name, aim in aims.items() if aim]
     if not data or generations_in(place, names) or removals_in(names):
         return None
+    if not place.traits.is_current and any(is_there(place, aim) for aim in set(aims.values()) if aim):
+        return None  # the listing is old: it was committed
     newest_data = max(data, key=aims.__getitem__)
     marker = manifest_name(aims[newest_data]) + REMOVED
     if place.traits.is_current:
         with suppress(AlreadyExists):  # by a request whose reply was lost, or another job removes it too
             place.create(marker, newest_data.split("/")[1].encode())
+    else:  # a manifest that was taken back must not come back after a power cut, when its data is gone
+        place.delete(f"{marker}.none", durable=True)
     place.delete(*data, *(name for name in names if name.startswith("manifest-")))
     return marker
 
