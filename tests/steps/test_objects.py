@@ -120,6 +120,18 @@ def test_copy_of_a_manifest_outlives_no_marker(monkeypatch):
     assert {name.split("/")[0] for name in store.inner.objects} == {step_name(5), step_name(6)}
 
 
+def test_step_that_was_saved_again_beside_its_marker_counts():
+    store = LateStore(objects(), lambda call: "late" if call.startswith("delete") and call.endswith(REMOVED) else None)
+    keeper = Checkpointer(store, keep_last=1)
+    keeper.save(state(1), 1)
+    keeper.remove(1)
+    keeper.save(state(2), 1)
+    assert any(name.endswith(REMOVED) for name in store.inner.objects), "the sweep could not delete it"
+    fresh = Checkpointer(store, keep_last=1)
+    fresh.save(state(3), 3)
+    assert fresh.steps() == [3]
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_deletions_that_come_late_hit_no_newer_step(again):
     store = LateStore(objects(), lambda call: "twice" if call.startswith("delete") else None)

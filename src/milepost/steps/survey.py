@@ -391,9 +391,9 @@ class ObjectSurvey(_Places):
         self._resting.discard(step)
 
     def rest(self, step: int) -> None:
-        """See `Survey`."""
-        self._known.pop(step, None)
-        self._resting.add(step)
+        """See `Survey`. Not where the step was saved again, and its marker could not be swept."""
+        if step not in self._known:
+            self._resting.add(step)
 
 
 def survey_of(root: Store, names: StepNames) -> Survey:
