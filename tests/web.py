@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import ssl
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +18,13 @@ class Web:
     """Serves `folder`. `requests` are the paths that were asked for, in order, each with its range."""
 
     def __init__(
-        self, folder: Path, *, ranges: bool = True, page_for_missing: bool = False, moved_to: str = ""
+        self,
+        folder: Path,
+        *,
+        ranges: bool = True,
+        page_for_missing: bool = False,
+        moved_to: str = "",
+        certificate: tuple[Path, Path] | None = None,
     ) -> None:
         self.folder, self.ranges, self.page_for_missing, self.moved_to = folder, ranges, page_for_missing, moved_to
         self.requests: list[str] = []
@@ -26,6 +33,11 @@ class Web:
         self._server = _Quiet(("127.0.0.1", 0), type("Bound", (Handler,), {"web": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
+        if certificate is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(*certificate)
+            self._server.socket = context.wrap_socket(self._server.socket, server_side=True)
+            self.url = f"https://localhost:{self._server.server_port}"
 
     def __enter__(self) -> Self:
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()

@@ -289,6 +289,6 @@ def test_places_are_paths_urls_or_stores(tmp_path):
     # All of a file URL is its path: two places must not become one.
     assert store_at(f"file://{tmp_path}/a?b#c").url == f"{tmp_path}/a?b#c"
     assert store_at("file:///a%fe").url != store_at("file:///a%ff").url
-    for bad in ["", "s3://", "file://host/x", "file://", "file://localhost", "a\0b", "a\ud800"]:
+    for bad in ["", "nowhere://a", "s3://", "file://host/x", "file://", "file://localhost", "a\0b", "a\ud800"]:
         with pytest.raises(milepost.InvalidRequest):
             store_at(bad)

@@ -2,12 +2,15 @@
 
 import os
 import pickle
+import shutil
+import subprocess
 
 import pytest
 import torch
 
 import milepost
 from milepost.store import HttpStore, LocalStore, http, http_client, store_at
+from tests.ranks import spawn
 from tests.web import Web, busy, cut, fine, hang_up, other_range
 
 
@@ -53,7 +56,7 @@ def test_opening_takes_few_requests_on_one_connection(web, tmp_path):
     assert len(web.requests) <= 6, web.requests
     before = len(web.requests)
     milepost.open(f"{web.url}/a")["w"].read()
-    assert len(web.requests) - before <= 9
+    assert len(web.requests) - before <= 10
 
 
 def test_later_generations_are_tried_or_named_by_the_manifest(web, tmp_path, monkeypatch):
@@ -163,14 +166,54 @@ def test_a_dead_server_is_given_up_in_time(web, tmp_path, monkeypatch):
             store_at(wrong)
 
 
+def test_a_proxy_of_the_environment_is_asked(web, tmp_path, monkeypatch):
+    milepost.save(a_state(), tmp_path / "a")
+    monkeypatch.setenv("http_proxy", web.url.replace("http://", "http://me:pass@"))
+    assert_loads("http://host.invalid/a")
+    assert all(request.startswith("http://host.invalid/a/") for request in web.requests)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    web.requests.clear()
+    assert_loads(f"{web.url}/a")
+    assert all(request.startswith("/a/") for request in web.requests)
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="makes a certificate with openssl")
+def test_https_needs_a_certificate_that_is_trusted(tmp_path, monkeypatch):
+    key, certificate = tmp_path / "key.pem", tmp_path / "certificate.pem"
+    wishes = ["-nodes", "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost"]
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", *wishes, "-keyout", key, "-out", certificate]
+    subprocess.run(command, check=True, capture_output=True, timeout=60)
+    milepost.save(a_state(), tmp_path / "a")
+    with Web(tmp_path, certificate=(certificate, key)) as web:
+        with pytest.raises(milepost.StorageError, match=r"certificate.*SSL_CERT_FILE"):
+            milepost.open(f"{web.url}/a")
+        monkeypatch.setenv("SSL_CERT_FILE", str(certificate))
+        assert_loads(f"{web.url}/a")
+
+
+def load_and_refuse(rank, url, folder):
+    assert_loads(url)
+    with pytest.raises(milepost.InvalidRequest, match="only read"):
+        milepost.save(a_state(), url)
+    milepost.save(a_state(), folder)  # the ranks have not lost each other
+    return milepost.open(folder).generation
+
+
+@pytest.mark.slow
+def test_ranks_load_from_the_web_and_all_refuse_a_save(web, tmp_path):
+    milepost.save(a_state(), tmp_path / "a")
+    assert spawn(2, load_and_refuse, f"{web.url}/a", str(tmp_path / "b")) == [1, 1]
+
+
 def test_the_reading_half_of_the_contract(web, tmp_path):
     local, store = LocalStore(tmp_path), HttpStore(web.url)
     local.create("manifest-00000001.json", b"0123456789")
     local.create("empty", b"")
+    local.create(".metadata", b"x")
     local.create("model.safetensors", bytes(range(256)) * 4000)
-    assert set(store.list("")) == {"manifest-00000001.json"} == set(store.list("", shallow=True))
-    assert list(store.list("model")) == ["model.safetensors"], "which does not matter beside a manifest"
+    assert set(store.list("")) == {"manifest-00000001.json", ".metadata"} == set(store.list("", shallow=True))
     assert list(store.list("manifest-")) == ["manifest-00000001.json"]
+    assert list(store.list("model")) == ["model.safetensors"]
     assert store.reader("empty").size_bytes == 0
     long = store.reader("model.safetensors", size_bytes=1_024_000)
     first, second = bytearray(300), bytearray(400_000)

@@ -93,7 +93,8 @@ class HttpClient:
                 if isinstance(error, (FileNotFoundError, StorageError)):
                     raise
                 if _is_final(error):
-                    raise StorageError(f"cannot read {shown}: {error}") from error
+                    hint = ". Set SSL_CERT_FILE to its authority" if isinstance(error, ssl.SSLError) else ""
+                    raise StorageError(f"cannot read {shown}: {error}{hint}") from error
                 waited_s = time.monotonic() - max(began, self._last_success)
                 if waited_s >= self._patience_s:
                     raise StorageError(

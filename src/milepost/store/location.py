@@ -30,7 +30,9 @@ _MEMORY: dict[str, MemoryStore] = {}
 def store_at(path: Location) -> Store:
     """The store at this place. Nothing is made or read yet. Raises InvalidRequest for a URL that is not known.
 
-    `~` and `~name` at the start of a path are home folders. `./~` is a folder of that name.
+    `~` and `~name` at the start of a path are home folders. `./~` is a folder of that name. Kinds of URLs: `file://`,
+    `memory://`; of object stores `s3://`, `s3a://`, `gs://`, `gcs://`, `az://`, `azure://`, `abfs://`, `abfss://`; and
+    for reading only `https://`, `http://` and what fsspec knows.
 
     >>> milepost.store.store_at("file:///data/runs/a").url, milepost.store.store_at(b"/data/runs/a/").url
     ('/data/runs/a', '/data/runs/a')

@@ -75,6 +75,7 @@ def test_a_run_of_deepspeed_is_read_at_a_url(name, url):
     place = upload(folder, below(url, name))
     with milepost.open(folder) as local, milepost.open(place) as there:
         assert there.format == "deepspeed"
+        assert any(key.startswith("optimizer.state") for key in there)
         assert same(there.state(), local.state())
 
 
