@@ -104,6 +104,7 @@ class Pace:
         with self._changed:
             self._answered_at = self.clock.now()
             self._bound = min(self._most, self._bound + 1 / self._bound)
+            self._changed.notify()
 
     def throttled(self) -> None:
         """The service is asked too much."""
