@@ -14,6 +14,7 @@ from milepost.core.option_values import check_values
 from milepost.data.threads import Crew, Latch
 from milepost.errors import InvalidRequest, SaveCancelled
 from milepost.store import Traits
+from milepost.store.stopping import stopping_when
 
 J = TypeVar("J")
 HOST_MEMORY_BYTES = 512 * MIB
@@ -238,28 +239,36 @@ def new_pages(size_bytes: int) -> mmap.mmap:
 
 
 def run_all(
-    jobs: Iterator[J], make_worker: Callable[[], Callable[[J], None]], threads: int, meter: Meter | None = None
+    jobs: Iterator[J],
+    make_worker: Callable[[], Callable[[J], None]],
+    threads: int,
+    meter: Meter | None = None,
+    *,
+    apart: bool = False,
 ) -> None:
     """Do all jobs with `threads` workers; this thread is one of them. Each worker is made in its own thread.
 
     The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
+    `apart`: this thread only waits, where a job may take long and cannot be interrupted: then Ctrl-C stops the others
+    at once.
     """
     queue = _JobQueue(jobs)
 
     def work(watch: Callable[[], None]) -> None:
         try:
             worker = make_worker()
-            while (job := queue.take()) is not None:
-                worker(job[0])
-                watch()
+            with stopping_when(lambda: queue.stopped):
+                while (job := queue.take()) is not None:
+                    worker(job[0])
+                    watch()
         except BaseException as error:  # noqa: BLE001  # raised where the caller waits
             queue.stop(error)
 
     # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
-    others = Crew(lambda: work(_no_watch), "milepost", threads - 1, daemon=True)
+    others = Crew(lambda: work(_no_watch), "milepost", threads if apart else threads - 1, daemon=True)
     try:
-        others.start()
-        work(meter.report if meter is not None else _no_watch)
+        if not others.start() or not apart:
+            work(meter.report if meter is not None else _no_watch)
         while meter is not None and not others.join(_REPORT_EVERY_S):
             meter.report()
     finally:
@@ -292,19 +301,19 @@ class _JobQueue(Generic[J]):
     def __init__(self, jobs: Iterator[J]) -> None:
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._stopped = False
+        self.stopped = False
         self.error: BaseException | None = None
 
     def take(self) -> "tuple[J] | None":
         with self._lock:
-            if self._stopped:
+            if self.stopped:
                 return None
             for job in self._jobs:
                 return (job,)
-            self._stopped = True
+            self.stopped = True
             return None
 
     def stop(self, error: BaseException | None) -> None:
-        self._stopped = True
+        self.stopped = True
         with self._lock:
             self.error = self.error or error

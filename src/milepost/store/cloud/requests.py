@@ -16,7 +16,9 @@ from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
 from milepost.store.cloud.url import Bucket
+from milepost.store.stopping import is_stopped
 
+STEP_S = 0.5
 _log = logging.getLogger("milepost")
 Answer = TypeVar("Answer")
 Ask = Callable[[Any], Answer]
@@ -119,6 +121,8 @@ class Asker:
         use = use or ("read" if verb in ("get", "list") else "write")
         while True:
             answer = self._attempt(request, use, size_bytes, trial.timeouts)
+            if isinstance(answer, Refusal) and is_stopped():
+                raise self._error(verb, name, answer, trial)
             if not isinstance(answer, Refusal) or answer.why in expected:
                 return answer
             pause = trial.failed(answer)
@@ -131,12 +135,20 @@ class Asker:
                     "%s has not done what was asked for %.0f s, and is asked again: %s",
                     self.place.url, self.service.pace.clock.now() - trial.began, answer.words,
                 )  # fmt: skip
-            self.service.pace.clock.sleep(pause)
+            self._wait(pause)
         raise self._error(verb, name, answer, trial)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, in short steps: the call that this is for may end meanwhile."""
+        while seconds > 0 and not is_stopped():
+            self.service.pace.clock.sleep(min(seconds, STEP_S))
+            seconds -= STEP_S
 
     def _attempt(self, request: Ask[Answer], use: Use, size_bytes: int, timeouts: int) -> Answer | Refusal:
         """The answer or the refusal. The error itself ends here: its text holds whole replies."""
         with self.service.pace.turn():
+            if is_stopped():
+                return Refusal(Why.REFUSED, "the call has ended")
             client = self.service.clients.get(use, size_bytes, timeouts=timeouts)
             try:
                 answer = request(client)
