@@ -1,4 +1,4 @@
-"""What the pages on object stores say of permissions, held against what is asked of real servers."""
+"""What the pages on object stores say of permissions, versions and locks, held against real servers."""
 
 import json
 import re
@@ -79,6 +79,26 @@ def test_policy_allows_what_is_asked_and_no_more(kind, request, monkeypatch):
             assert f"/{bucket}/{prefix}/" in unquote(path), line
             assert not query, f"{line}: this may need another permission"
     assert {PERMISSIONS[kind][line.split(maxsplit=1)[0]] for line in asked} == allowed(kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["versions", "locks"])
+def test_buckets_that_keep_what_is_deleted(kind, seaweed, monkeypatch):
+    for name, value in pages.SERVERS["s3"].environment(seaweed).items():
+        monkeypatch.setenv(name, value)
+    client = pytest.importorskip("boto3").client("s3")
+    client.create_bucket(Bucket=kind, ObjectLockEnabledForBucket=kind == "locks")
+    if kind == "locks":
+        rule = {"ObjectLockEnabled": "Enabled", "Rule": {"DefaultRetention": {"Mode": "COMPLIANCE", "Days": 1}}}
+        client.put_object_lock_configuration(Bucket=kind, ObjectLockConfiguration=rule)
+    else:
+        client.put_bucket_versioning(Bucket=kind, VersioningConfiguration={"Status": "Enabled"})
+    use_everything(f"s3://{kind}/runs")
+    state = {"step": 0}
+    with milepost.Checkpointer(f"s3://{kind}/runs/run") as keeper:
+        keeper.save({"step": 2}, 2)  # a step that was removed comes back
+        assert (keeper.steps(), keeper.restore(state), state) == ([2], 2, {"step": 2})
+    assert client.list_object_versions(Bucket=kind)["DeleteMarkers"], "the bucket does not keep what is deleted"
 
 
 @pytest.mark.parametrize("kind", PLACES)

@@ -54,6 +54,15 @@ class RequestStore(CountingStore):
         return [one for one in requests if one.startswith(prefix) and one not in writes]
 
 
+class FoldersStay(RequestStore):
+    """A server that goes on listing folders which are empty, as SeaweedFS does."""
+
+    def list(self, prefix, *, shallow=False):
+        self.folders = getattr(self, "folders", set()) | {name.rpartition("/")[0] + "/" for name in self.inner.objects}
+        found = {name[: name.find("/", len(prefix)) + 1] for name in self.folders if name.startswith(prefix)} - {""}
+        return iter({*super().list(prefix, shallow=shallow), *(found if shallow else ())})
+
+
 class Turns:
     """Runs jobs, one call to the store at a time, in an order that chance decides; `watch` looks between the calls."""
 

@@ -10,7 +10,7 @@ from milepost.commit.find import look_whole
 from milepost.commit.removal import remove_checkpoint
 from milepost.store import AtGeneration
 from milepost.testing import run_ranks
-from tests.commit.object_places import OBJECTS, RequestStore, objects
+from tests.commit.object_places import OBJECTS, FoldersStay, RequestStore, objects
 
 WIDE = 5 * OBJECTS.part_bytes
 
@@ -96,3 +96,12 @@ def test_index_of_torch_is_seen_by_the_same_listing():
     milepost.save(state(2), store)
     assert [name for name in store.inner.objects if name.startswith(".metadata")] == [".metadata.replaced-by-00000002"]
     assert (milepost.open(store)["w"][:2] == 2).all()
+
+
+def test_folders_that_stay_listed_cost_no_requests():
+    store = FoldersStay(objects())
+    for number in range(8):
+        milepost.save(state(number), store)
+        assert len(store.taken()) <= 10
+    assert len(list(store.list("data/", shallow=True))) == 8
+    assert {name.split("/")[1] for name in store.inner.list("data/")} == {milepost.open(store).manifest.save_id}

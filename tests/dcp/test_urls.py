@@ -100,7 +100,8 @@ def test_hugging_face_storage_and_the_web_say_what_to_do(url, tmp_path, monkeypa
     assert os.listdir(tmp_path) == ["a"], "no folder named s3:"
 
 
-def save_and_load(rank, url):
+def save_and_load(rank, url, environment):
+    os.environ.update(environment)
     whole = torch.arange(800.0).view(8, 100)
     mesh = torch.distributed.init_device_mesh("cpu", (2,))
     split = torch.distributed.tensor.distribute_tensor(whole, mesh, [torch.distributed.tensor.Shard(0)])
@@ -116,5 +117,5 @@ def save_and_load(rank, url):
 
 
 @pytest.mark.slow
-def test_two_ranks_save_to_one_url(url):
-    assert spawn(2, save_and_load, url) == [(2, 0), (2, 1)]
+def test_two_ranks_save_to_one_url(url, seaweed):
+    assert spawn(2, save_and_load, url, seaweed.environment) == [(2, 0), (2, 1)]

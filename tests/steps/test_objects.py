@@ -11,7 +11,7 @@ from milepost.steps import shelf
 from milepost.steps.shelf import step_name
 from milepost.store import Within
 from milepost.testing import LateStore
-from tests.commit.object_places import RequestStore, objects
+from tests.commit.object_places import FoldersStay, RequestStore, objects
 from tests.steps.numbered import holds, state
 
 
@@ -199,3 +199,19 @@ def test_best_step_is_read_once_for_each_manifest():
     assert keeper.best() == 2
     assert len(gets) <= 2, "one for the metric, one to see that it is whole"
     assert store.taken("get") == []
+
+
+def test_empty_folders_that_stay_listed_are_asked_once(monkeypatch):
+    store = FoldersStay(objects())
+    monkeypatch.setattr(shelf, "LATE_S", 0.0)
+    keeper = Checkpointer(store, keep_last=1)
+    counts = []
+    for step in range(1, 9):
+        store.taken()
+        keeper.save(state(step), step)
+        counts.append(len(store.taken()))
+    assert len(list(store.list("step-", shallow=True))) == 8
+    assert {name.split("/")[0] for name in store.inner.objects} == {step_name(7), step_name(8)}
+    assert counts[-1] == counts[3], "not more with each step that was removed"
+    assert keeper.steps() == [8]
+    assert keeper.remove_unfinished() == []

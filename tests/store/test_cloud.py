@@ -1,5 +1,7 @@
 """Object stores beyond the contract: names, processes, what is asked, and what a bad service is told by."""
 
+import array
+import base64
 import contextlib
 import os
 import pickle
@@ -127,7 +129,8 @@ def test_opening_and_reading_ask_as_little_as_possible(seaweed, s3_proxy):
 def test_a_long_read_fills_its_views_in_order(s3):
     store = store_at(s3)
     data = os.urandom(33 << 20)
-    store.create("large", memoryview(data)[: 1 << 20], memoryview(data)[1 << 20 :])
+    empty = memoryview(array.array("d"))  # of another type, and without bytes
+    store.create("large", memoryview(data)[: 1 << 20], empty, memoryview(data)[1 << 20 :].cast("I"))
     found = bytearray(len(data) - 10)
     views = [memoryview(found)[a:b] for a, b in [(0, 3), (3, 3), (3, 9 << 20), (9 << 20, len(found))]]
     store.reader("large").read(10, views)
@@ -234,3 +237,43 @@ def test_check_leaves_nothing_and_passes(url):
     store = store_at(url)
     store.check()
     assert list(store.list("")) == []
+
+
+def works(url, **options):
+    store = CloudStore(url, CloudOptions(patience_s=0.1, **options))
+    name = f"name-{len(list(store.list('')))}"
+    store.create(name, b"1")
+    assert content(store, name) == b"1"
+
+
+def test_credentials_of_azure_are_taken_in_every_form(azurite, monkeypatch):
+    name, key = (azurite.environment[f"AZURE_STORAGE_ACCOUNT_{end}"] for end in ("NAME", "KEY"))
+    with azurite.place() as url:
+        address = url.partition("?")[0]
+        endpoint = store_at(url).options.endpoint
+        for variable in azurite.environment:
+            monkeypatch.delenv(variable)
+        works(url, account_key=key)
+        works(url, credentials=lambda: {"account_key": key})
+        works(address, connection_string=f"AccountName={name};AccountKey={key};BlobEndpoint={endpoint}")
+        monkeypatch.setenv(
+            "AZURE_STORAGE_CONNECTION_STRING", f"BlobEndpoint={endpoint};AccountName={name};AccountKey={key}"
+        )
+        works(address)
+        monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
+        other = base64.b64encode(b"another key").decode()
+        with pytest.raises(milepost.StorageError, match="The credentials are wrong") as raised:
+            works(url, account_key=other)
+        assert other not in str(raised.value)
+
+
+def test_credentials_of_google_are_taken_in_every_form(small_gcs, monkeypatch):
+    token = small_gcs.environment["GOOGLE_BEARER_TOKEN"]
+    with small_gcs.place() as url:
+        works(url)
+        monkeypatch.delenv("GOOGLE_BEARER_TOKEN")
+        works(url, token=token)
+        works(url, credentials=lambda: {"token": token})
+        with pytest.raises(milepost.StorageError, match="expired or are not accepted") as raised:
+            works(url, token="wrong-hidden")
+        assert "hidden" not in str(raised.value)

@@ -42,7 +42,7 @@ _MOST_BYTES = GIB
 """A larger file is no index: those of the largest models have some hundred MB. A file with holes could take hours."""
 
 
-def names_at(store: Store) -> Collection[str]:
+def names_at(store: Store) -> frozenset[str]:
     """What lies at the top of a place, by one listing: manifests, markers, the indices of DCP, `data/`."""
     return frozenset(store.list("", shallow=True))
 

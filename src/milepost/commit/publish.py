@@ -212,7 +212,6 @@ def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None
 def _dead(store: Store, manifest: Manifest, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The names to remove: manifests, and then data. Data must not vanish while a manifest still names it."""
     manifests: list[str] = []
-    data: list[str] = []
     for name in names:
         number = generation_of(name)
         helper = generation_of(name.split(".json")[0] + ".json") if number is None else None
@@ -220,9 +219,15 @@ def _dead(store: Store, manifest: Manifest, names: Iterable[str]) -> tuple[list[
             helper or manifest.generation + 1
         ) <= manifest.generation:
             manifests.append(name)
-    for folder in store.list("data/", shallow=True):  # not what lies in the folder of this save: that may be much
-        save_id = folder.split("/")[1]
-        aimed = intended_generation(save_id)
-        if aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id:
-            data.extend(store.list(folder) if folder.endswith("/") else [folder])
-    return manifests, data
+    # Not what lies in the folder of this save, which may be much; unless there are several others. (Some servers go on
+    # listing folders that are empty, and each would cost a request.)
+    folders = [name for name in store.list("data/", shallow=True) if _is_dead_data(name, manifest)]
+    data = list(store.list(folders[0] if len(folders) == 1 else "data/")) if folders else []
+    return manifests, [name for name in data if _is_dead_data(name, manifest)]
+
+
+def _is_dead_data(name: str, manifest: Manifest) -> bool:
+    """Whether a name below `data/` belongs to another save, which can no longer succeed."""
+    save_id = name.split("/")[1]
+    aimed = intended_generation(save_id)
+    return aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id

@@ -86,7 +86,7 @@ class Survey(Protocol):
         """Remember nothing of this step: it was saved or removed."""
 
     def rest(self, step: int) -> None:
-        """Do not ask for this step before `forget`: it was removed, and only its marker is left."""
+        """Do not ask for this step before `forget`, for retention: it was removed, and only its marker is left."""
 
 
 class _Places:
@@ -243,12 +243,13 @@ class FileSurvey(_Places):
 
 @dataclass(frozen=True, slots=True)
 class _StepFolder:
-    """What one listing of the top of a folder shows. `generation`: the newest of ours, or 0."""
+    """What one listing of a folder's top shows. `generation`: the newest of ours, or 0. `is_bare`: only `data/`."""
 
     generation: int = 0
     markers: tuple[str, ...] = ()
     is_foreign: bool = False
     has_data: bool = False
+    is_bare: bool = False
 
 
 class ObjectSurvey(_Places):
@@ -334,7 +335,7 @@ class ObjectSurvey(_Places):
         files = {one for one in names if not one.endswith("/")}
         is_foreign = not numbers and names_look_foreign(files)
         markers = tuple(removals_in(names).values())
-        return _StepFolder(numbers[0] if numbers else 0, markers, is_foreign, "data/" in names)
+        return _StepFolder(numbers[0] if numbers else 0, markers, is_foreign, "data/" in names, names <= {"data/"})
 
     def _each(self, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
         """What `look` gives for each step, several at the same time."""
@@ -369,7 +370,12 @@ class ObjectSurvey(_Places):
         asked = sorted(there - self._known.keys() - self._resting)
         folders = dict(zip(asked, self._each(lambda step: self._ask(own.name(step)), asked), strict=True))
         self._known |= {step: folder.generation for step, folder in folders.items() if folder.generation}
+        self._resting |= {step for step, folder in folders.items() if folder.is_bare and self._is_empty(step)}
         return folders
+
+    def _is_empty(self, step: int) -> bool:
+        """Whether nothing lies in a folder that is listed: some servers go on listing folders that are empty."""
+        return next(iter(self.place(step).list("data/")), None) is None
 
     def gone(self, steps: Iterable[int]) -> set[int]:
         """See `Survey`. Asks their folders again."""

@@ -7,6 +7,7 @@ process that was forked after the first request cannot make any.
 import math
 import os
 import threading
+import time
 from collections.abc import Mapping
 from datetime import timedelta
 from importlib.util import find_spec
@@ -39,6 +40,8 @@ _ENDPOINTS = {
 """The variables that name another service than the provider's own."""
 STANDSTILL_S = 15.0
 """A reply of which nothing comes for so long is given up."""
+RENEWAL_S = 1.0
+"""Credentials are fetched anew at most once in this time: requests that were under way with the old ones fail too."""
 Use = Literal["read", "write", "delete one"]
 
 # The process in which obstore's threads run, once they do.
@@ -53,6 +56,7 @@ class Clients:
         self._lock = threading.Lock()
         self._made: dict[tuple[int, Use], Any] = {}
         self._settings: tuple[Config, Any] | None = None
+        self._forgot_at = -math.inf
 
     @property
     def source(self) -> CredentialSource | None:
@@ -72,10 +76,13 @@ class Clients:
             return self._made[key]
 
     def forget(self) -> None:
-        """Make new clients from now on, with credentials that are fetched anew."""
+        """Make new clients from now on, with credentials that are fetched anew: once, if many requests fail at once."""
         with self._lock:
-            self._made.clear()
-            self._settings = None
+            now = time.monotonic()
+            if now - self._forgot_at > RENEWAL_S:
+                self._forgot_at = now
+                self._made.clear()
+                self._settings = None
 
     def _make(self, timeout_s: float, use: Use) -> Any:
         stores = _obstore()

@@ -121,10 +121,12 @@ def _not_deleted(code: str, message: str, secrets: Iterable[str]) -> Refusal:
 
 def _answered(status: int, code: str, message: str, secrets: Iterable[str]) -> Refusal:
     words = " ".join(filter(None, [str(status or ""), code]))
-    told = scrub(message, secrets).rstrip(".")
+    told = scrub(message.partition("RequestId:")[0], secrets).rstrip(".")
     why = _CODES.get(code) or _STATUSES.get(status) or (Why.BUSY if status >= 500 else Why.REFUSED)
     if why is Why.ABSENT and "bucket" in message.lower():
         why = Why.NO_BUCKET  # Google has no code for it
+    if why is Why.DENIED and "failed to authenticate" in message:
+        why = Why.BAD_CREDENTIALS  # Azure has one code for this and for what is forbidden
     may_act = why is Why.BUSY or (status >= 500 and why is not Why.REFUSED)
     return Refusal(why, f"{words}: {told}".removesuffix(": ") if words else told, code, may_act)
 

@@ -1,5 +1,6 @@
 """Requests to an object store: asked again while that helps, and errors that say what, where and what to do."""
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Collection
@@ -16,6 +17,7 @@ from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
 from milepost.store.cloud.url import Bucket
 
+_log = logging.getLogger("milepost")
 Answer = TypeVar("Answer")
 Ask = Callable[[Any], Answer]
 Verb = Literal["get", "put", "list", "delete"]
@@ -124,6 +126,11 @@ class Asker:
                 break
             if answer.why in (Why.EXPIRED, Why.NO_CREDENTIALS):
                 self.service.clients.forget()
+            if self.service.pace.should_tell(trial.began):
+                _log.warning(
+                    "%s has not done what was asked for %.0f s, and is asked again: %s",
+                    self.place.url, self.service.pace.clock.now() - trial.began, answer.words,
+                )  # fmt: skip
             self.service.pace.clock.sleep(pause)
         raise self._error(verb, name, answer, trial)
 

@@ -76,7 +76,7 @@ class CloudStore:
         Raises NoReply if nobody knows whether the object was written, or still will be: no attempt was answered.
         """
         check_name(name)
-        views = [view for view in (memoryview(one).cast("B") for one in data) if len(view)]
+        views = [view.cast("B") for view in (memoryview(one) for one in data) if view.nbytes]
         size_bytes = sum(map(len, views))
         if size_bytes > LARGEST_BYTES:
             raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
