@@ -210,3 +210,16 @@ def test_ctrl_c_ends_a_call_whose_requests_all_stall(seaweed, s3_proxy, kind):
         milepost.save(state, store, transfer=small)
         milepost.load(target, store)
         assert all(torch.equal(target[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["PUT", "GET"])
+def test_the_last_requests_of_a_call_are_repeated_too(seaweed, s3_proxy, kind):
+    """When no job is left for another thread, those under way still need their retries."""
+    state = {"w": torch.arange(3_000_000), "v": torch.arange(3_000_000)}
+    small = milepost.Transfer(threads=8, block_bytes=8 << 20)
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, QUICK)
+        milepost.save(state, store, transfer=small)
+        s3_proxy.set_rules(Rule("answer", kind=kind, path="data/", times=8))
+        (milepost.save if kind == "PUT" else milepost.load)(state, store, transfer=small)
+        assert s3_proxy.traffic().faults == 8

@@ -269,10 +269,11 @@ def run_all(
     try:
         if not others.start() or not apart:
             work(meter.report if meter is not None else _no_watch)
-        while meter is not None and not others.join(_REPORT_EVERY_S):
-            meter.report()
+        while not others.join(None if meter is None else _REPORT_EVERY_S):
+            if meter is not None:
+                meter.report()
     finally:
-        queue.stop(None)
+        queue.stop(None)  # interrupted: the others have not ended
         _join(others)
     if queue.error is not None:
         raise queue.error
@@ -296,21 +297,25 @@ def _no_watch() -> None:
 
 
 class _JobQueue(Generic[J]):
-    """Hands out jobs one at a time, until all are done or one failed."""
+    """Hands out jobs one at a time, until all are done or one failed.
+
+    `stopped`: what is under way is in vain. Not so when only no job is left: the last ones are still being done.
+    """
 
     def __init__(self, jobs: Iterator[J]) -> None:
         self._jobs = jobs
         self._lock = threading.Lock()
+        self._empty = False
         self.stopped = False
         self.error: BaseException | None = None
 
     def take(self) -> "tuple[J] | None":
         with self._lock:
-            if self.stopped:
+            if self.stopped or self._empty:
                 return None
             for job in self._jobs:
                 return (job,)
-            self.stopped = True
+            self._empty = True
             return None
 
     def stop(self, error: BaseException | None) -> None:
