@@ -36,11 +36,12 @@ class BadReply(Exception):
         self.refusal = Refusal(Why.DAMAGED, words)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own."""
+def _is_refusal(error: BaseException) -> bool:
+    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own, and panics."""
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BadReply, OSError, ValueError)) or type(error).__module__.startswith("obstore")
+    of_obstore = type(error).__module__.startswith(("obstore", "pyo3_runtime"))
+    return of_obstore or isinstance(error, (BadReply, OSError, ValueError))
 
 
 class Service:
@@ -152,7 +153,7 @@ class Asker:
             client = self.service.clients.get(use, size_bytes, timeouts=timeouts)
             try:
                 answer = request(client)
-            except Exception as error:
+            except BaseException as error:  # a panic is no Exception
                 if not _is_refusal(error):
                     raise
                 # Without its traceback: from here that would be a cycle, which keeps the caller's memory.
@@ -166,7 +167,7 @@ class Asker:
             self.service.pace.answered()
         return refusal
 
-    def _understand(self, error: Exception) -> Refusal:
+    def _understand(self, error: BaseException) -> Refusal:
         if isinstance(error, BadReply):
             return error.refusal
         source = self.service.clients.source
