@@ -10,9 +10,9 @@ import torch
 import milepost
 from milepost.commit.attempt import take_aim
 from milepost.commit.find import REMOVED, generations, missing_objects, parse, read_manifest
-from milepost.commit.removal import forget_removal, remove_checkpoint
+from milepost.commit.removal import finish_removal, forget_removal, remove_checkpoint, remove_unfinished
 from milepost.core.manifest import manifest_name
-from milepost.testing import LateStore, run_ranks
+from milepost.testing import LateStore, ReplyLosingStore, run_ranks
 from tests.commit.object_places import OBJECTS, Turns, objects
 from tests.commit.writers import WRITERS
 
@@ -91,18 +91,18 @@ def test_save_that_may_not_overwrite_never_replaces_a_late_one():
     assert read(inner) == 1
 
 
-@pytest.mark.parametrize("interrupted", [False, True])
-def test_interrupt_between_request_and_reply_keeps_the_data(interrupted):
-    """Ctrl-C while the request is under way: it may still arrive."""
-    inner = objects()
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError, milepost.StorageError])
+def test_interrupt_between_request_and_reply_keeps_the_data(error):
+    """Ctrl-C, or an error of a client that nobody translated, while the request is under way: it may still arrive."""
+    inner, interrupted = objects(), error is not milepost.StorageError
 
     class Interrupted(LateStore):
         def after(self, number, call):
             if call.startswith("create manifest"):
-                raise KeyboardInterrupt if interrupted else milepost.StorageError("refused")
+                raise error("refused")
 
     store = Interrupted(inner, late_manifest)
-    with pytest.raises(KeyboardInterrupt if interrupted else milepost.StorageError):
+    with pytest.raises(error):
         milepost.save(state(1), store)
     assert bool(inner.objects) == interrupted, "what was refused leaves nothing"
     store.arrive()
@@ -138,7 +138,11 @@ def test_manifest_that_comes_after_the_removal_is_no_checkpoint():
         milepost.open(inner)
     assert take_aim(inner).generation == 2
     forget_removal(inner, marker)
-    assert marker not in inner.objects
+    assert generations(inner) == [], "its data is gone: without the marker it would be a checkpoint again"
+    finish_removal(inner, [marker])
+    assert inner.objects.keys() == {marker}
+    forget_removal(inner, marker)
+    assert not inner.objects
 
 
 def test_copy_of_a_manifest_that_comes_after_the_removal_is_no_checkpoint():
@@ -155,6 +159,16 @@ def test_copy_of_a_manifest_that_comes_after_the_removal_is_no_checkpoint():
     milepost.save(state(3), inner, overwrite=False)
     assert read(inner) == 3
     assert manifest_name(1) not in inner.objects
+
+
+def test_lost_reply_to_the_marker_does_not_stop_a_removal():
+    inner = objects()
+    for call in (remove_checkpoint, remove_unfinished):
+        milepost.save(state(1), inner)
+        if call is remove_unfinished:
+            inner.delete(manifest_name(2), manifest_name(1) + REMOVED)
+        marker = call(ReplyLosingStore(inner, ["create"], repeats=True))
+        assert inner.objects.keys() == {marker}
 
 
 def test_saver_whose_number_was_used_and_removed_is_told():

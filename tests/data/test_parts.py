@@ -16,6 +16,7 @@ from milepost.core.limits import BLOCK_BYTES, MIB
 from milepost.core.manifest import ShardFile, seal
 from milepost.core.shardfile import FileParts, data_bytes_of
 from milepost.data import read
+from milepost.data.parts import open_parts
 from milepost.store import LocalStore, MemoryStore, Traits
 from milepost.testing import CountingStore, Crash, CrashingStore, ReplyLosingStore, run_ranks
 from tests.data.states import Recorder
@@ -74,6 +75,16 @@ def test_parts_cover_a_file_once_and_cut_no_block(data_bytes, blocks, pages):
     for index, part in enumerate(found):
         assert parts.at(part.start) == parts.at(part.stop - 1) == index
         assert len(found) == 1 or index == 0 or (part.start - header) % BLOCK_BYTES == 0 or index == len(found) - 1
+
+
+def test_a_read_behind_the_end_of_the_parts_is_an_error():
+    store, parts = cloud(), FileParts("file", 8, 3 * BLOCK_BYTES, 8 + 3 * BLOCK_BYTES + 24, BLOCK_BYTES)
+    for part in parts:
+        store.create(part.name, bytes(part.size_bytes))
+    reader = open_parts(store, parts)
+    for offset in (parts.size_bytes - 1, parts.size_bytes, parts.size_bytes + 5):
+        with pytest.raises(milepost.StorageError, match=r"memory://.*file ends before byte"):
+            reader.read(offset, [memoryview(bytearray(2))])
 
 
 @pytest.mark.parametrize("part_bytes", [-BLOCK_BYTES, 1, BLOCK_BYTES + 1, 1 << 40])
@@ -231,6 +242,8 @@ def test_what_changed_on_its_way_is_read_once_more(elements):
     milepost.load(target, flipping)
     assert_equal(target, saved)
     assert {name.partition("/")[0] for name, _ in flipping.flipped} == {"data", "manifest-00000001.json"}
+    with milepost.open(FlippingStore(store)) as checkpoint:
+        assert checkpoint.verify().ok, "a byte that changed on its way is no damage"
     with pytest.raises(milepost.CheckpointDamaged):
         milepost.load(target, FlippingStore(store, always=True))
 

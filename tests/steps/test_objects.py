@@ -105,6 +105,21 @@ def test_marker_of_a_removal_stays_for_a_while(monkeypatch):
     assert {name.split("/")[0] for name in store.objects} == {step_name(5), step_name(6)}, "the last was just removed"
 
 
+def test_copy_of_a_manifest_outlives_no_marker(monkeypatch):
+    """A copy of the request that committed a step arrives when the step was removed, and its marker may go soon."""
+    twice = f"create {step_name(1)}/{manifest_name(1)}"
+    store = LateStore(objects(), lambda call: "twice" if call == twice else None)
+    keeper = Checkpointer(store, keep_last=1)
+    keeper.save(state(1), 1)
+    keeper.save(state(2), 2)
+    store.arrive()
+    monkeypatch.setattr(shelf, "LATE_S", 0.0)
+    for step in (3, 4, 5, 6):
+        keeper.save(state(step), step)
+        assert keeper.steps() == [step]
+    assert {name.split("/")[0] for name in store.inner.objects} == {step_name(5), step_name(6)}
+
+
 @pytest.mark.parametrize("again", [False, True])
 def test_deletions_that_come_late_hit_no_newer_step(again):
     store = LateStore(objects(), lambda call: "twice" if call.startswith("delete") else None)

@@ -4,6 +4,8 @@ import threading
 
 import pytest
 
+import milepost
+from milepost.store import CloudOptions, CloudStore
 from milepost.store.cloud import retry
 from milepost.store.cloud.replies import CURABLE, Refusal, Why
 from milepost.store.cloud.retry import Pace, Trial, pause_s
@@ -144,3 +146,24 @@ def test_long_failures_are_told_now_and_then(pace):
         assert not pace.should_tell(pace.clock.now())
         pace.clock.sleep(1.0)
     assert told == [10, 40, 70]
+
+
+TIMEOUT = "Generic S3 error\n\nDebug source:\nHttpError {\n    kind: Timeout,"
+
+
+@pytest.mark.parametrize("fault", ["a setting", "credentials of another request"])
+def test_what_was_sent_stays_unknown_whatever_fails_later(fault, monkeypatch, tmp_path):
+    """The first attempt got no reply. Then something goes wrong that would be definite for one that was never sent."""
+    key = {"access_key_id": "a", "secret_access_key": "b"}
+    options = CloudOptions(endpoint="http://127.0.0.1:1", patience_s=0.1, credentials=lambda: key)
+    asker = CloudStore("s3://bucket/x", options)._asker
+
+    def request(client):
+        if fault == "a setting":
+            monkeypatch.setenv("AWS_CA_BUNDLE", str(tmp_path / "gone.pem"))
+        else:
+            asker.service.clients.source.error = RuntimeError()
+        raise OSError(TIMEOUT)
+
+    with pytest.raises(milepost.NoReply, match="Nobody knows"):
+        asker.ask("put", "name", request, size_bytes=1 << 20)

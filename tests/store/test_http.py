@@ -102,6 +102,34 @@ def test_redirects_and_pages_for_missing_files(tmp_path):
         milepost.open(f"{moved.url}/a")
 
 
+@pytest.mark.parametrize(
+    ("status", "headers"),
+    [
+        (302, {"Location": "http://host:99999999/"}),
+        (302, {"Location": "http://[1/"}),
+        (206, {"Content-Range": "bytes 0-0/" + "9" * 5000}),
+        (503, {"Retry-After": "\u00b2"}),
+    ],
+)
+def test_nonsense_of_a_server_is_an_error_of_the_store(web, status, headers):
+    def nonsense(handler):
+        handler.answer(status, b"x", **headers)
+        return True
+
+    web.faults = [nonsense] * 100
+    with pytest.raises(milepost.StorageError, match=f"cannot read {web.url}/a/x"):
+        http_client.HttpClient(patience_s=0.1).read(f"{web.url}/a/x", f"{web.url}/a/x", 0, [memoryview(bytearray(1))])
+
+
+def test_a_redirect_that_is_not_quoted_is_followed(web, tmp_path):
+    (tmp_path / "größe x").write_bytes(b"7")
+    target = "/gr\u00c3\u00b6\u00c3\u009fe x"  # UTF-8, as a header shows it
+    web.faults = [lambda handler: handler.answer(302, b"", Location=target) or True]
+    data = bytearray(1)
+    http_client.HttpClient().read(f"{web.url}/a", "a", 0, [memoryview(data)])
+    assert data == b"7"
+
+
 def test_secrets_are_sent_to_the_host_and_never_shown(web, tmp_path):
     milepost.save(a_state(), tmp_path / "a")
     host = web.url.removeprefix("http://")

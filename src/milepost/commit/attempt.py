@@ -176,10 +176,10 @@ class Attempt:
             retire(self.store, manifest)
             sweep(self.store, manifest, names)
         except BaseException as error:
-            # After NotDurable, a power cut may bring the manifest back. After NoReply, or where Ctrl-C came between a
-            # request and its reply, the request may still arrive.
+            # After NotDurable, a power cut may bring the manifest back. After NoReply, or where Ctrl-C or an error that
+            # no store should raise came between a request and its reply, the request may still arrive.
             late = isinstance(error, (NotDurable, NoReply))
-            late = late or (self.store.traits.is_current and not isinstance(error, Exception))
+            late = late or (self.store.traits.is_current and not isinstance(error, (CheckpointError, OSError)))
             if late or self._may_be_committed():
                 leave_undecided(error)
             raise

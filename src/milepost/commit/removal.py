@@ -19,7 +19,9 @@ has, so a save that runs in the same folder loses nothing; and `take_aim` passes
 In an object store a request can take effect after its sender gave up, or sent it again. Then the deletion of step 3
 could hit the manifest of a newer save, if that had the same number; and a manifest whose creation got no reply could
 appear when its data is gone. So there the marker stays for `LATE_S`: no save gets its number meanwhile, and a marked
-generation and those before it are no checkpoints, whoever creates their manifests. `forget_removal` ends that.
+generation and those before it are no checkpoints, whoever creates their manifests. `forget_removal` ends that, unless
+such a manifest has come: it would be a checkpoint without data. `finish_removal` deletes it first, and the marker stays
+for as long again.
 """
 
 import logging
@@ -73,15 +75,21 @@ def remove_unfinished(place: Store) -> str | None:
     newest_data = max(data, key=aims.__getitem__)
     marker = manifest_name(aims[newest_data]) + REMOVED
     if place.traits.is_current:
-        place.create(marker, newest_data.split("/")[1].encode())
+        with suppress(AlreadyExists):  # by a request whose reply was lost, or another job removes it too
+            place.create(marker, newest_data.split("/")[1].encode())
     place.delete(*data, *(name for name in names if name.startswith("manifest-")))
     return marker
 
 
 def forget_removal(place: Store, marker: str) -> None:
-    """Delete the marker of a removal in an object store, which was finished at least `LATE_S` ago."""
-    save_id = _marked(place, marker)
-    if save_id is not None and intended_generation(save_id) == generation_of(marker.removesuffix(REMOVED)):
+    """Delete the marker of a removal in an object store, which was finished at least `LATE_S` ago.
+
+    Not if a manifest that it ends has come late: see `finish_removal`.
+    """
+    save_id, generation = _marked(place, marker), generation_of(marker.removesuffix(REMOVED))
+    if save_id is None or generation is None or intended_generation(save_id) != generation:
+        return
+    if not _ended(place, generation):
         place.delete(marker)
 
 
@@ -107,14 +115,23 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
         if intended_generation(save_id) != generation:
             _log.warning("%s/%s is not a marker of Milepost, and is ignored", place.url, marker)
             continue
+        if place.traits.is_current:
+            place.delete(*_ended(place, generation))
+            place.delete(*place.list(f"data/{save_id}/"))
+            continue
         # Durably: a power cut that brought back a manifest without its data would leave a step that is listed and
         # cannot be loaded. Also if the manifest is gone already: the process that deleted it may have died before the
         # sync. Then an unused name is deleted, for its sync.
         belongs = _belongs(place, generation, save_id)
         _clear(place, manifest_name(generation) if belongs else f"{marker}.none", f"data/{save_id}/")
-        if not place.traits.is_current:
-            place.delete(*place.list(f"{marker}."))
-            place.delete(marker)
+        place.delete(*place.list(f"{marker}."))
+        place.delete(marker)
+
+
+def _ended(place: Store, generation: int) -> list[str]:
+    """The manifests at a place that the marker of this generation ends: of this one, and of those before it."""
+    numbers = {name: generation_of(name) for name in names_at(place)}
+    return [name for name, number in numbers.items() if number is not None and number <= generation]
 
 
 def _clear(place: Store, manifest: str, data: str) -> None:

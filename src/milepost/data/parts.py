@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from milepost.core.limits import MIB
 from milepost.core.shardfile import FilePart, FileParts
-from milepost.errors import CheckpointDamaged
+from milepost.errors import CheckpointDamaged, StorageError
 from milepost.store import Reader, Store
 
 MAYBE_REPLACED = "If a newer save replaced this checkpoint, or it was removed, open one again."
@@ -73,6 +73,7 @@ class PartsReader:
 
     def __init__(self, store: Store, parts: FileParts) -> None:
         self._store, self._parts = store, parts
+        self._where = f"{store.url}/{parts.name}"
         self._lock = threading.Lock()
         self._open: dict[int, Reader] = {}
 
@@ -84,6 +85,9 @@ class PartsReader:
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         """Fill all of `views`, one after the other, from `offset`. Raises CheckpointDamaged for a part that is gone."""
         pending = [view for view in views if len(view)]
+        end = offset + sum(map(len, pending))
+        if end > self.size_bytes:
+            raise StorageError(f"{self._where} ends before byte {end}: it has {self.size_bytes} bytes")
         while pending:
             index = self._parts.at(offset)
             part = self._parts[index]

@@ -139,11 +139,18 @@ class VerifiedFile:
             return
         for part in _slices(views, self._at_once_bytes):
             self._fill(start, part)
-            if self.traits.requests and next(self._damaged(start, part), None) is not None:
-                self._open_again(f"a range at {start}")
-                self._fill(start, part)
-            self.check(start, part)
+            if damaged := self._still_damaged(start, part):
+                raise CheckpointDamaged(self._explain(damaged[0]))
             start += sum(map(len, part))
+
+    def _still_damaged(self, start: int, views: Sequence[memoryview]) -> list[int]:
+        """The damaged blocks of what was read from `start`: after another read, where it came over a network."""
+        damaged = list(self._damaged(start, views))
+        if damaged and self.traits.requests:
+            self._open_again(f"a range at {start}")
+            self._fill(start, views)
+            damaged = list(self._damaged(start, views))
+        return damaged
 
     def end_of_part(self, start: int) -> int:
         """Where the object ends that holds this byte of the data, as an offset in the data."""
@@ -206,7 +213,7 @@ class VerifiedFile:
         found: dict[int, Damage] = {}
 
         def look(start: int, block: memoryview) -> None:
-            for i in self._damaged(start, [block]):
+            for i in self._still_damaged(start, [block]):
                 found[i] = Damage(self.name, f"block {i}: {self._explain(i)}", tuple(self.entries_in(i)))
 
         self._read_through(look, transfer, meter)

@@ -115,8 +115,9 @@ class Store(Protocol):
         Its content is all of `data`, one after the other: a manifest, or a part of a shard file as `traits` ask for.
         The memory may change as soon as the call has returned.
 
-        After any other error the name may or may not exist, but that no longer changes. A store whose replies can be
-        lost may raise AlreadyExists for an object that this very call made: callers look whose object it is.
+        Raises NoReply if the request may still take effect, at any time. After any other error the name may or may not
+        exist, but that no longer changes. A store whose replies can be lost may raise AlreadyExists for an object that
+        this very call made: callers look whose object it is.
         """
 
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> Writer:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from urllib.parse import SplitResult, unquote, urljoin, urlsplit
+from urllib.parse import SplitResult, quote, unquote, urljoin, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from milepost.core.limits import KIB, MIB
@@ -31,12 +31,14 @@ STALL_S = 30.0
 """How long a connection may be silent."""
 _PAUSES_S = (0.1, 10.0)
 _MOST_REDIRECTS = 10
+_AS_THEY_ARE = "!#$%&'()*+,/:;=?@[]~"
+"""Signs that are not quoted in the URL of a redirect: those that URLs are made of."""
 _SKIPPED_BYTES = 64 * MIB
 """A server that does not know ranges sends everything: up to this position that is accepted, and read past."""
 _AGAIN = {408, 425, 429, 500, 502, 503, 504}
 REFUSED = {401, 403, 407}
 ABSENT = {404, 410}
-_RANGE = re.compile(r"bytes (?:([0-9]+)-([0-9]+)|\*)/([0-9]+)")
+_RANGE = re.compile(r"bytes (?:([0-9]{1,18})-([0-9]{1,18})|\*)/([0-9]{1,18})")
 _REDIRECTS = {301, 302, 303, 307, 308}
 _REST_BYTES = 64 * KIB
 """The rest of an answer that nobody wants is read up to this length: that is faster than another connection."""
@@ -216,7 +218,12 @@ def _ask(
 
 
 def _redirected(url: str, target: str, shown: str) -> str:
-    new = urlsplit(urljoin(url, target))
+    try:
+        # Some servers do not quote their paths. http.client gives bytes beyond ASCII as Latin-1.
+        new = urlsplit(urljoin(url, quote(target, safe=_AS_THEY_ARE, encoding="latin-1")))
+        _ = new.port
+    except ValueError as error:
+        raise HttpRefusal(f"cannot read {shown}: the server redirects to what is no URL: {error}", 310) from None
     if new.scheme != "https" and (new.scheme != "http" or url.startswith("https:")):
         raise HttpRefusal(f"cannot read {shown}: the server redirects to a {new.scheme or 'strange'} URL", 310)
     return new.geturl()
@@ -227,7 +234,7 @@ def _take(answer: http.client.HTTPResponse, shown: str, start: int, views: Seque
     status, wanted = answer.status, sum(map(len, views))
     if status in _AGAIN:
         asked = answer.headers.get("Retry-After", "")
-        raise _TryAgain(f"the server answered {status} {answer.reason}", float(asked) if asked.isdigit() else 0.0)
+        raise _TryAgain(f"the server answered {status} {answer.reason}", float(asked) if asked.isdecimal() else 0.0)
     if status in ABSENT or answer.headers.get_content_type() == "text/html":
         # A page in place of a file: many servers answer so for names that they do not have.
         raise FileNotFoundError(shown)

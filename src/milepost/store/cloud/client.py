@@ -100,6 +100,8 @@ class Clients:
                 retry_config={"max_retries": 0, "retry_timeout": timedelta(seconds=timeout_s)},
                 credential_provider=provider,
             )
+        except InvalidRequest:
+            raise  # our own words
         except Exception as error:  # noqa: BLE001  # obstore raises classes of its own, and ValueError
             words = str(error).partition("\n\nDebug source")[0]
         told = scrub(words, known_secrets(self._options, os.environ))

@@ -162,6 +162,8 @@ _SENSITIVE = re.compile(
     r"|(?=[^\s'\"]*\d)[A-Za-z0-9+/_-]{20,}={0,2}",
     re.IGNORECASE,
 )
+_SHOWN_FROM = 2000
+"""How much of a text is looked at: the patterns take time that grows with its square."""
 _USER = re.compile(r"(https?://)[^/\s@]*@")
 
 
@@ -169,6 +171,7 @@ def scrub(text: str, secrets: Iterable[str] = ()) -> str:
     """The text on one line, without the secrets, and without whatever else looks like one."""
     for secret in sorted(secrets, key=len, reverse=True):
         text = text.replace(secret, "...")
+    text = text[:_SHOWN_FROM]
     text = _USER.sub(r"\1", text)
     text = _SENSITIVE.sub(lambda match: f"{match[1]}?..." if match[1] else "...", text)
     return " ".join(text.split())[:300]

@@ -25,6 +25,9 @@ Ask = Callable[[Any], Answer]
 Verb = Literal["get", "put", "list", "delete"]
 
 _VERBS = {"get": "read", "put": "write", "list": "list", "delete": "delete"}
+_MAY_ACT = "Nobody knows whether the object was written, or still will be."
+_CALLABLE = "credential provider"
+"""In the text of obstore's error, if a callable for credentials failed."""
 _DEFINITE = frozenset({Why.TAKEN, Why.ABSENT, Why.SHORT})
 
 
@@ -121,13 +124,16 @@ class Asker:
         trial = Trial(self.service.pace)
         use = use or ("read" if verb in ("get", "list") else "write")
         while True:
-            answer = self._attempt(request, use, size_bytes, trial.timeouts)
-            if isinstance(answer, Refusal) and is_stopped():
-                raise self._error(verb, name, answer, trial)
+            try:
+                answer = self._attempt(request, use, size_bytes, trial.timeouts)
+            except CheckpointError as error:  # a setting that went wrong meanwhile: a file of certificates is gone
+                if verb == "put" and trial.may_act:
+                    raise NoReply(f"{error} {_MAY_ACT}") from error
+                raise
             if not isinstance(answer, Refusal) or answer.why in expected:
                 return answer
             pause = trial.failed(answer)
-            if pause is None:
+            if pause is None or is_stopped():
                 break
             if answer.why in (Why.EXPIRED, Why.NO_CREDENTIALS):
                 self.service.clients.forget()
@@ -171,10 +177,11 @@ class Asker:
         if isinstance(error, BadReply):
             return error.refusal
         source = self.service.clients.source
-        if source is not None and source.error is not None:
-            if isinstance(source.error, InvalidRequest):
-                raise source.error
-            return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(source.error).__name__}")
+        problem = source.error if source is not None and _CALLABLE in str(error) else None
+        if isinstance(problem, InvalidRequest):
+            raise problem
+        if problem is not None:  # of another request too: but this one was not sent either
+            return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials raised {type(problem).__name__}")
         return understand(str(error), known_secrets(self.options, os.environ))
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
@@ -188,5 +195,5 @@ class Asker:
             said += f" (asked {trial.failures} times in {self.service.pace.clock.now() - trial.began:.0f} s)"
         said += f". {advice(refusal, verb, self.place, self.options, self.service.endpoint)}"
         if verb == "put" and trial.may_act:
-            return NoReply(f"{said} Nobody knows whether the object was written, or still will be.")
+            return NoReply(f"{said} {_MAY_ACT}")
         return StorageError(said)
