@@ -19,6 +19,9 @@ from typing import Any
 from faults.proxy import FOREVER_S, Rule, Traffic
 from faults.wire import Cut, Head, Stream, body_of, kind_of, whole_body
 
+_OF_BODIES = ("cut_request", "flip_request")
+_OF_REPLIES = ("cut_reply", "short_reply", "long_reply", "flip_reply")
+
 
 class LateRequests:
     """Requests that reach the server after their client has given up."""
@@ -79,7 +82,7 @@ class Breaker:
     def reset(self) -> None:
         """Count from zero."""
         self.requests: Counter[str] = Counter()
-        self.up = self.down = self.faults = 0
+        self.up = self.down = self.matched = self.faults = 0
         self.seen: list[str] = []
 
     def set_rules(self, rules: list[Rule]) -> None:
@@ -111,9 +114,14 @@ class Breaker:
                 self._fitted[number] += 1
                 last = FOREVER_S if rule.times is None else rule.skip + rule.times
                 if rule.skip < self._fitted[number] <= last and self._random.random() < rule.chance:
-                    self.faults += 1
+                    self.matched += 1
                     return rule
         return None
+
+    def broke(self) -> None:
+        """Count a fault that was really made."""
+        with self._lock:
+            self.faults += 1
 
     def count(self, *, up: int = 0, down: int = 0) -> None:
         """Count bytes of bodies."""
@@ -141,7 +149,7 @@ class Breaker:
             case "seen":
                 return self.seen
             case "traffic":
-                traffic = Traffic(dict(self.requests), self.up, self.down, self.faults)
+                traffic = Traffic(dict(self.requests), self.up, self.down, self.matched, self.faults)
                 if order["reset"]:
                     self.reset()
                 return dataclasses.asdict(traffic)
@@ -175,6 +183,10 @@ class Connection(threading.Thread):
     def _pass_on(self, head: Head, rule: Rule | None) -> None:
         time.sleep(self._breaker.latency_s)
         fault = rule.fault if rule else None
+        if fault in _OF_BODIES and not (head.is_chunked or head.length):
+            rule = fault = None
+        if rule and fault not in _OF_REPLIES:
+            self._breaker.broke()
         if rule and fault == "stall":
             self._stall(rule)
         if rule and fault == "answer":
@@ -193,7 +205,9 @@ class Connection(threading.Thread):
                 self._drain(reply)
             self._stall(rule) if fault == "stall_reply" else None
             raise Cut
-        if rule and fault in ("cut_reply", "short_reply", "long_reply", "flip_reply") and not is_bare:
+        has_body = reply.is_chunked or reply.length or fault == "long_reply"
+        if rule and fault in _OF_REPLIES and has_body and not is_bare:
+            self._breaker.broke()
             self._give_broken(reply, rule)
         else:
             self._give(reply, is_bare)

@@ -32,6 +32,10 @@ PATIENCE_S = 30.0
 ERRORS = (Exception, CheckpointException)  # DCP's own is not an Exception
 
 
+class NoEffect(Exception):
+    """A rule took a request that has nothing to break, such as an empty body. This is no trial."""
+
+
 def why_not() -> str | None:
     """Why these faults cannot be made here; None if they can."""
     return SeaweedFS.why_not() if find_spec("obstore") else "obstore is not installed"
@@ -171,7 +175,7 @@ class ObjectLab:
         return {"new": "loaded, whole", "nothing": "load raised"}.get(seen[0], f"load is {seen[0]}")
 
     def meet(self, call: Callable[[], object], rules: tuple[Rule, ...]) -> bool | None:
-        """Whether a call succeeds under these rules; None if it met none of them."""
+        """Whether a call succeeds under these rules; None if it met none of them. Raises NoEffect."""
         self.proxy.traffic(reset=True)
         self.proxy.set_rules(*rules)
         try:
@@ -181,7 +185,10 @@ class ObjectLab:
             ended = False
         finally:
             self.proxy.heal()
-        return ended if self.proxy.traffic().faults else None
+        traffic = self.proxy.traffic()
+        if traffic.matched and not traffic.faults:
+            raise NoEffect
+        return ended if traffic.matched else None
 
     def ending(self, library: Library, direct: Place, ended: str, first: bool) -> str:
         """How a save ended: what it said, what loads then, and what the next save leaves."""
@@ -222,10 +229,13 @@ class ObjectLab:
         return [one["path"] for page in obstore.list(store) for one in page]
 
 
-def each_request(trial: Callable[[int], str | None], step: int) -> Iterator[str]:
-    """How trials end in which request `0`, `step`, `2 * step` ... is broken, until there are no more requests."""
-    for skip in itertools.count(step=step):
-        ending = trial(skip)
+def each_request(trial: Callable[[int], str | None], step: int, first: int = 0) -> Iterator[str]:
+    """How trials end in which request `first`, `first + step` ... is broken, until there are no more requests."""
+    for skip in itertools.count(first, step):
+        try:
+            ending = trial(skip)
+        except NoEffect:
+            continue
         if ending is None:
             return
         yield ending

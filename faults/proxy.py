@@ -58,11 +58,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """What has passed: requests by kind, bytes of bodies to the server and back, and how many met a fault."""
+    """What has passed: requests by kind, bytes of bodies to the server and back, how many met a rule, and a fault.
+
+    A request that meets a rule may have nothing to break: no bit of an empty body can be another.
+    """
 
     requests: dict[str, int]
     bytes_up: int
     bytes_down: int
+    matched: int
     faults: int
 
     @property

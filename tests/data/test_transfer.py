@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from milepost import InvalidRequest, Transfer
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.data.transfer import MAX_THREADS, new_pages, run_all
+from milepost.store.stopping import is_stopped, side_by_side
 from tests.strategies import examples
 
 blocks = st.integers(1, 4096).map(lambda n: n * BLOCK_BYTES)
@@ -245,3 +246,52 @@ def test_an_impatient_caller_still_waits_for_a_worker_that_is_busy():
 def test_memory_that_cannot_be_had_does_not_read_like_a_full_disk():
     with pytest.raises(MemoryError, match="host_memory_bytes"):
         new_pages(1 << 60)
+
+
+# ---- requests that nobody waits for
+
+
+def test_requests_go_on_while_the_last_jobs_are_done_and_end_with_the_first_error():
+    """All jobs are taken, and some are still worked on: that is no reason to give up their requests."""
+    seen, taken = [], threading.Barrier(3)
+
+    def patient(job):
+        taken.wait(10)
+        time.sleep(0.05)  # the queue is empty by now, and others have looked
+        seen.append(is_stopped())
+
+    run_all(iter(range(3)), lambda: patient, 3)
+    assert seen == [False] * 3
+    ended = []
+
+    def failing(job):
+        taken.wait(10)
+        if job == 0:
+            raise ValueError("one fails")
+        deadline = time.monotonic() + 10
+        while not is_stopped() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(is_stopped())
+
+    with pytest.raises(ValueError, match="one fails"):
+        run_all(iter(range(3)), lambda: failing, 3, apart=True)
+    assert ended == [True, True]
+    assert not is_stopped()
+
+
+def test_side_by_side_keeps_order_and_tells_the_others_of_an_error():
+    assert side_by_side(lambda n: n * n, range(20), 4) == [n * n for n in range(20)]
+    assert side_by_side(lambda n: n, [], 4) == []
+    ended = []
+
+    def work(number):
+        if number == 0:
+            raise ValueError("one fails")
+        deadline = time.monotonic() + 10
+        while not is_stopped() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(is_stopped())
+
+    with pytest.raises(ValueError, match="one fails"):
+        side_by_side(work, range(3), 3)
+    assert ended == [True, True]

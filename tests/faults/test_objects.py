@@ -22,9 +22,13 @@ def lab(tmp_path_factory, seaweed):
 @pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS)))
 def test_milepost_survives_a_broken_request(lab, number, fault):
     """The full table breaks each request. Here each fault meets another one."""
-    assert lab.save_through(MILEPOST, True, (Rule(fault, skip=number),)) == "saved, new"
-    assert lab.save_through(MILEPOST, False, (Rule(fault, skip=number + 7),)) == "saved, new"
-    assert lab.load_through(MILEPOST, (Rule(fault, skip=number),)) == "loaded, whole"
+    first = objects.each_request(lambda n: lab.save_through(MILEPOST, True, (Rule(fault, skip=n),)), 1, number)
+    assert next(first) == "saved, new"
+    over = objects.each_request(lambda n: lab.save_through(MILEPOST, False, (Rule(fault, skip=n),)), 1, number)
+    assert next(over) == "saved, new"
+    if fault != "cut_request":  # the requests of a load have no bodies
+        load = objects.each_request(lambda n: lab.load_through(MILEPOST, (Rule(fault, skip=n),)), 1, number)
+        assert next(load) == "loaded, whole"
 
 
 @pytest.mark.slow
@@ -38,17 +42,17 @@ def test_bit_that_changes_in_an_upload_is_sent_again(lab, path):
 
 
 def test_bit_that_changes_in_a_download_is_noticed(lab):
-    once = {lab.load_through(MILEPOST, (Rule("flip_reply", skip=number),)) for number in range(1, 6)}
-    assert once == {"loaded, whole"}, "it is asked for again"
+    for number in range(1, 6):
+        ending = lab.load_through(MILEPOST, (Rule("flip_reply", skip=number),))
+        assert ending == "loaded, whole", "it is asked for again"
     for path in ("safetensors", "manifest"):
         assert lab.load_through(MILEPOST, (Rule("flip_reply", "GET", path=path, times=None),)) == "load raised"
 
 
 def test_several_broken_requests_of_one_save(lab):
-    rules = tuple(Rule(fault, chance=0.05, times=None) for fault in FAULTS)
-    endings = [lab.save_through(MILEPOST, False, rules) for _ in range(2)]
-    assert set(endings) <= {"saved, new", None}
-    assert "saved, new" in endings
+    rules = tuple(Rule(fault, chance=0.1, times=None) for fault in FAULTS)
+    saves = objects.each_request(lambda _: lab.save_through(MILEPOST, False, rules), 1)
+    assert [next(saves), next(saves)] == ["saved, new", "saved, new"]
 
 
 def test_longer_storm_than_the_patience_leaves_the_old(lab):

@@ -106,6 +106,14 @@ def test_download_is_cut_too_short_or_too_long(stores, s3_proxy):
     assert len(content(direct, "name")) == len(BODY)
 
 
+def test_rule_without_anything_to_break_makes_no_fault(stores, s3_proxy):
+    broken, _ = stores
+    s3_proxy.set_rules(Rule("flip_request", "LIST"))
+    assert obstore.list(broken).collect() == []
+    traffic = s3_proxy.traffic()
+    assert (traffic.matched, traffic.faults) == (1, 0)
+
+
 def test_rules_choose_by_name_turn_and_chance(stores, s3_proxy):
     broken, _ = stores
 

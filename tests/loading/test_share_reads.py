@@ -16,7 +16,8 @@ from milepost.loading import share_reads
 from milepost.loading.pipeline import _pays
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import agree_to_share
-from milepost.store import LocalStore
+from milepost.store import LocalStore, MemoryStore
+from milepost.testing import CountingStore
 from tests.ranks import spawn, spawn_outcomes
 
 MIB = 1 << 20
@@ -294,3 +295,28 @@ def test_sharing_is_agreed_on_only_where_every_member_has_the_same_plan():
 def test_replicas_share_where_it_pays_or_as_the_caller_wishes(wish, bytes_each, on_device, hosts, shared):
     found = [RankMatch((), {}, {}, {}, b"", bytes_each, bytes_each, on_device, bytes([i % hosts])) for i in range(4)]
     assert _pays(found, wish) is shared
+
+
+class Opened(CountingStore):
+    """A store that notes which manifests are read."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.manifests = []
+
+    def before(self, number, call):
+        if "manifest-" in call and call.startswith("reader"):
+            self.manifests.append(call)
+
+
+def test_a_large_manifest_is_read_once_by_the_rank_that_finds_it():
+    state = {f"key {i} {'x' * 100}": torch.full((2,), float(i)) for i in range(1000)}
+    store = Opened(MemoryStore())
+    milepost.save(state, store)
+    assert store.inner.reader("manifest-00000001.json").size_bytes > 64 << 10
+
+    store.manifests.clear()
+    target = {key: torch.zeros(2) for key in state}
+    milepost.load(target, store)
+    assert store.manifests.count("reader manifest-00000001.json") == 1
+    assert all(torch.equal(target[key], state[key]) for key in state)

@@ -194,6 +194,23 @@ def test_wrong_settings_show_no_secret():
     assert "absent-0123456789-abcdef.pem" in str(raised.value), "what can be shown is"
 
 
+def test_a_newline_in_credentials_is_told_and_the_client_does_not_panic(seaweed, monkeypatch):
+    """A secret that was read from a file often ends in one. obstore panics then, which no `except Exception` sees."""
+    with seaweed.place() as url:
+        keys = {"access_key_id": f"{SECRET}\n", "secret_access_key": SECRET}
+        with pytest.raises(milepost.StorageError, match="hold a newline") as raised:
+            CloudStore(url, CloudOptions(credentials=lambda: keys, **QUICK)).create("x", b"")
+        assert SECRET not in shown(raised.value)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", f"{SECRET}\n")
+        with pytest.raises(
+            milepost.InvalidRequest, match="AWS_ACCESS_KEY_ID of the environment holds a newline"
+        ) as raised:
+            store_at(url).create("x", b"")
+        assert SECRET not in shown(raised.value)
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", KEYS.access)
+        store_at(url).create("x", b"")
+
+
 def test_credentials_of_a_callable_are_fetched_anew(seaweed, s3_proxy):
     asked = []
 

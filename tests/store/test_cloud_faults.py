@@ -3,10 +3,12 @@
 import contextlib
 import dataclasses
 import os
+import signal
 import threading
 import time
 
 import pytest
+import torch
 
 import milepost
 from faults.proxy import Rule
@@ -186,3 +188,38 @@ def test_what_changes_on_the_way_is_refused_by_the_service(seaweed, s3_proxy, un
         store.create("a", DATA)
         assert read(store, "a") == DATA
         assert s3_proxy.traffic().faults == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["PUT", "GET"])
+def test_ctrl_c_ends_a_call_whose_requests_all_stall(seaweed, s3_proxy, kind):
+    """It waits for the requests under way, at most. Patience is no reason to ask again."""
+    state = {"w": torch.arange(3_000_000), "v": torch.arange(3_000_000)}
+    small = milepost.Transfer(threads=3, block_bytes=1 << 20)
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, CloudOptions(patience_s=120, timeout_s=2))
+        milepost.save(state, store, transfer=small)
+        s3_proxy.set_rules(Rule("stall", kind=kind, path="data/", times=None))
+        began = time.monotonic()
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT)).start()
+        with pytest.raises(KeyboardInterrupt):
+            (milepost.save if kind == "PUT" else milepost.load)(state, store, transfer=small)
+        assert time.monotonic() - began < 30
+        s3_proxy.heal()
+        target = {key: torch.zeros_like(value) for key, value in state.items()}
+        milepost.save(state, store, transfer=small)
+        milepost.load(target, store)
+        assert all(torch.equal(target[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("kind", ["PUT", "GET"])
+def test_the_last_requests_of_a_call_are_repeated_too(seaweed, s3_proxy, kind):
+    """When no job is left for another thread, those under way still need their retries."""
+    state = {"w": torch.arange(3_000_000), "v": torch.arange(3_000_000)}
+    small = milepost.Transfer(threads=8, block_bytes=8 << 20)
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, QUICK)
+        milepost.save(state, store, transfer=small)
+        s3_proxy.set_rules(Rule("answer", kind=kind, path="data/", times=8))
+        (milepost.save if kind == "PUT" else milepost.load)(state, store, transfer=small)
+        assert s3_proxy.traffic().faults == 8

@@ -138,6 +138,16 @@ def test_a_trial_remembers_that_an_attempt_may_have_taken_effect(pace):
     assert trial.may_act
 
 
+def test_long_failures_are_told_now_and_then(pace):
+    told, trial = [], Trial(pace)
+    for second in range(100):
+        if pace.should_tell(trial.began):
+            told.append(second)
+        assert not pace.should_tell(pace.clock.now())
+        pace.clock.sleep(1.0)
+    assert told == [10, 40, 70]
+
+
 TIMEOUT = "Generic S3 error\n\nDebug source:\nHttpError {\n    kind: Timeout,"
 
 

@@ -9,7 +9,6 @@ and nothing is waited for.
 
 import time
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -21,6 +20,7 @@ from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import Store
+from milepost.store.stopping import side_by_side
 
 T = TypeVar("T")
 PATIENCE_S = 5.0
@@ -301,10 +301,8 @@ def _look_at_files(place: Store, manifest: Manifest) -> None:
             )
 
     parts = (part for file in manifest.files for part in manifest.parts_of(file))
-    with ThreadPoolExecutor(_LOOKS) as pool:
-        while some := list(islice(parts, _LOOKED_AT)):  # some at a time: a damaged manifest may claim any number
-            for _ in pool.map(look, some):
-                pass
+    while some := list(islice(parts, _LOOKED_AT)):  # some at a time: a damaged manifest may claim any number
+        side_by_side(look, some, _LOOKS)
 
 
 def _fault_of(store: Store, generation: int, data: bytes) -> str:

@@ -111,7 +111,7 @@ def place_all(
     def make_worker() -> Callable[[_ReadJob], None]:
         return _Placer(Block(size, pinned), transfer.direct, verify, meter)
 
-    run_all(chain([first], jobs), make_worker, threads, meter)
+    run_all(chain([first], jobs), make_worker, threads, meter, apart=remote)
 
 
 def _opened(files: Files, ranks: list[int]) -> Iterator[int]:

@@ -7,7 +7,6 @@ against the table, where it was read to.
 import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 
@@ -25,6 +24,7 @@ from milepost.data.parts import MAYBE_REPLACED, open_parts
 from milepost.data.transfer import Meter, Transfer, new_pages, run_all
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.store import Reader, Store, Traits
+from milepost.store.stopping import side_by_side
 
 _log = logging.getLogger("milepost")
 MAX_TABLE_BYTES = 256 * MIB
@@ -102,11 +102,8 @@ class VerifiedFile:
                 f"{self.where} would have a table of {record.size_bytes - start} bytes, over {MAX_TABLE_BYTES}"
             )
         wanted = [(0, record.header_bytes), (start, record.size_bytes - start)]
-        if not self.traits.requests or len(self.parts) == 1:
-            head, table = (self._bytes(*one) for one in wanted)
-        else:
-            with ThreadPoolExecutor(2) as pool:  # one round trip for both
-                head, table = pool.map(lambda one: self._bytes(*one), wanted)
+        at_once = 2 if self.traits.requests and len(self.parts) > 1 else 1  # one round trip for both
+        head, table = side_by_side(lambda one: self._bytes(*one), wanted, at_once)
         return head, table
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
@@ -238,7 +235,8 @@ class VerifiedFile:
 
             return read
 
-        run_all(iter(range(0, total, size)), make_worker, transfer.threads_for(total, 1, size), meter)
+        threads, apart = transfer.threads_for(total, 1, size), bool(self.traits.requests)
+        run_all(iter(range(0, total, size)), make_worker, threads, meter, apart=apart)
 
     def close(self) -> None:
         """Close the file."""
@@ -299,9 +297,8 @@ class Files:
         missing = [rank for rank in ranks if rank not in self._open and rank in self._records]
         if self.traits.requests and len(missing) > 1:
             self._make_room(len(missing))
-            with ThreadPoolExecutor(self.traits.requests) as pool:
-                for rank, file in zip(missing, pool.map(self.make, missing), strict=True):
-                    self._open[rank] = file
+            files = side_by_side(self.make, missing, self.traits.requests)
+            self._open.update(zip(missing, files, strict=True))
 
     @cached_property
     def transforms(self) -> dict[str, tuple[str, ...]]:

@@ -14,6 +14,7 @@ from milepost.core.option_values import check_values
 from milepost.data.threads import Crew, Latch
 from milepost.errors import InvalidRequest, SaveCancelled
 from milepost.store import Traits
+from milepost.store.stopping import stopping_when
 
 J = TypeVar("J")
 HOST_MEMORY_BYTES = 512 * MIB
@@ -238,32 +239,41 @@ def new_pages(size_bytes: int) -> mmap.mmap:
 
 
 def run_all(
-    jobs: Iterator[J], make_worker: Callable[[], Callable[[J], None]], threads: int, meter: Meter | None = None
+    jobs: Iterator[J],
+    make_worker: Callable[[], Callable[[J], None]],
+    threads: int,
+    meter: Meter | None = None,
+    *,
+    apart: bool = False,
 ) -> None:
     """Do all jobs with `threads` workers; this thread is one of them. Each worker is made in its own thread.
 
     The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
+    `apart`: this thread only waits, where a job may take long and cannot be interrupted: then Ctrl-C stops the others
+    at once.
     """
     queue = _JobQueue(jobs)
 
     def work(watch: Callable[[], None]) -> None:
         try:
             worker = make_worker()
-            while (job := queue.take()) is not None:
-                worker(job[0])
-                watch()
+            with stopping_when(lambda: queue.stopped):
+                while (job := queue.take()) is not None:
+                    worker(job[0])
+                    watch()
         except BaseException as error:  # noqa: BLE001  # raised where the caller waits
             queue.stop(error)
 
     # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
-    others = Crew(lambda: work(_no_watch), "milepost", threads - 1, daemon=True)
+    others = Crew(lambda: work(_no_watch), "milepost", threads if apart else threads - 1, daemon=True)
     try:
-        others.start()
-        work(meter.report if meter is not None else _no_watch)
-        while meter is not None and not others.join(_REPORT_EVERY_S):
-            meter.report()
+        if not others.start() or not apart:
+            work(meter.report if meter is not None else _no_watch)
+        while not others.join(None if meter is None else _REPORT_EVERY_S):
+            if meter is not None:
+                meter.report()
     finally:
-        queue.stop(None)
+        queue.stop(None)  # interrupted: the others have not ended
         _join(others)
     if queue.error is not None:
         raise queue.error
@@ -287,24 +297,28 @@ def _no_watch() -> None:
 
 
 class _JobQueue(Generic[J]):
-    """Hands out jobs one at a time, until all are done or one failed."""
+    """Hands out jobs one at a time, until all are done or one failed.
+
+    `stopped`: what is under way is in vain. Not so when only no job is left: the last ones are still being done.
+    """
 
     def __init__(self, jobs: Iterator[J]) -> None:
         self._jobs = jobs
         self._lock = threading.Lock()
-        self._stopped = False
+        self._empty = False
+        self.stopped = False
         self.error: BaseException | None = None
 
     def take(self) -> "tuple[J] | None":
         with self._lock:
-            if self._stopped:
+            if self.stopped or self._empty:
                 return None
             for job in self._jobs:
                 return (job,)
-            self._stopped = True
+            self._empty = True
             return None
 
     def stop(self, error: BaseException | None) -> None:
-        self._stopped = True
+        self.stopped = True
         with self._lock:
             self.error = self.error or error

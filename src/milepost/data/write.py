@@ -158,7 +158,7 @@ def _write_parts(
             sums()  # last: computing them would keep the other threads from starting their first requests
 
     threads = transfer.threads_for(source.header.data_bytes, 1, transfer.block_bytes)
-    table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released)
+    table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released, apart=True)
     if len(parts) > 1:
         _create(store, parts[len(parts) - 1], [table])
     return table
@@ -205,6 +205,8 @@ class _Blocks:
         threads: int,
         meter: Meter,
         released: Callable[[], None],
+        *,
+        apart: bool = False,
     ) -> bytes:
         """Put all blocks and give the table of all checksums.
 
@@ -229,7 +231,7 @@ class _Blocks:
         # A planner makes late tensors, and may use the same memory for each. So they are copied one after the other, in
         # order (jobs are taken one at a time); only checksums and writes run side by side.
         jobs: Iterator[int | _Gathered] = map(self._gather, starts) if self._source.late else iter(starts)
-        run_all(jobs, make_worker, threads, meter)
+        run_all(jobs, make_worker, threads, meter, apart=apart)
         return self._sums.tobytes()
 
     def _gather(self, start: int) -> "_Gathered":

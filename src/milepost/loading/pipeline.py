@@ -193,8 +193,10 @@ def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
     is raised at the next step.
     """
     foreign = cache(partial(recognise, store))  # for the coordinator, which looks twice
+    found_here = b""  # on the coordinator: it need not read a large manifest again
 
     def look() -> _Opened:
+        nonlocal found_here
         try:
             generation, data = find(store)
         except CheckpointNotFound:
@@ -202,6 +204,7 @@ def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
             if found is None:
                 raise
             return _Opened(0, found.digest, found.format.encode())
+        found_here = data
         return _Opened(generation, xxhash.xxh3_64_digest(data), data if len(data) <= _SMALL else b"")
 
     opened = broadcast(comm, call, _OPENING, look)
@@ -212,7 +215,7 @@ def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
             if found is None or found.digest != opened.digest:
                 raise _another(store, comm, "checkpoint")
             return found.files
-        data = opened.data or read_manifest(store, opened.generation) or b""
+        data = opened.data or found_here or read_manifest(store, opened.generation) or b""
         if xxhash.xxh3_64_digest(data) != opened.digest:
             raise _another(store, comm, f"manifest of generation {opened.generation}")
         return Files(store, parse(store.url, opened.generation, data))

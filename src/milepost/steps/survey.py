@@ -7,7 +7,6 @@ folders, and each folder that matters is asked once, by a listing of its top: ne
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol, TypeGuard, TypeVar
 
@@ -18,6 +17,7 @@ from milepost.errors import InvalidRequest
 from milepost.formats.read.recognise import looks_foreign, names_look_foreign
 from milepost.steps.names import MAX_STEP, StepNames, is_folder, names_in
 from milepost.store import LocalStore, Store, Within
+from milepost.store.stopping import side_by_side
 
 T = TypeVar("T")
 _PAUSES_S = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064)
@@ -403,11 +403,7 @@ def survey_of(root: Store, names: StepNames) -> Survey:
 
 def each(root: Store, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
     """What `look` gives for each step; several at the same time, as many as the store bears."""
-    steps = list(steps)
-    if len(steps) < 2:
-        return list(map(look, steps))
-    with ThreadPoolExecutor(min(len(steps), root.traits.requests or _LOOKS)) as pool:
-        return list(pool.map(look, steps))
+    return side_by_side(look, steps, root.traits.requests or _LOOKS)
 
 
 def _growing(steps: Sequence[int]) -> Iterator[Sequence[int]]:

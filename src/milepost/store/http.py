@@ -7,7 +7,6 @@ are recognised. Where a place has been saved to more often, the URL of the manif
 import re
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from urllib.parse import SplitResult, quote, unquote
 
@@ -17,6 +16,7 @@ from milepost.errors import CheckpointDamaged, StorageError
 from milepost.store.base import Traits, check_name, top_names
 from milepost.store.http_client import REFUSED, Found, HttpClient, HttpRefusal, login_of, refuse_change, split
 from milepost.store.read_only import ReadOnlyStore
+from milepost.store.stopping import side_by_side
 
 TRIED_GENERATIONS = 32
 """The manifests of how many generations are looked for by name."""
@@ -122,10 +122,8 @@ class HttpStore(ReadOnlyStore):
         return self._there(names[:1]) or self._there(names[1:])
 
     def _there(self, names: Sequence[str]) -> tuple[str, ...]:
-        if len(names) < 2:
-            return tuple(filter(self._is_there, names))
-        with ThreadPoolExecutor(_TRIED_AT_ONCE) as pool:
-            return tuple(name for name, there in zip(names, pool.map(self._is_there, names), strict=True) if there)
+        found = side_by_side(self._is_there, names, _TRIED_AT_ONCE)
+        return tuple(name for name, there in zip(names, found, strict=True) if there)
 
     def _is_there(self, name: str) -> bool:
         known = self._looked.get(name)

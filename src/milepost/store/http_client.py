@@ -23,6 +23,7 @@ from urllib.request import getproxies, proxy_bypass
 
 from milepost.core.limits import KIB, MIB
 from milepost.errors import CheckpointDamaged, InvalidRequest, StorageError
+from milepost.store.stopping import is_stopped
 
 PATIENCE_S = 60.0
 """How long requests are tried again while none succeeds."""
@@ -98,7 +99,7 @@ class HttpClient:
                     hint = ". Set SSL_CERT_FILE to its authority" if isinstance(error, ssl.SSLError) else ""
                     raise StorageError(f"cannot read {shown}: {error}{hint}") from error
                 waited_s = time.monotonic() - max(began, self._last_success)
-                if waited_s >= self._patience_s:
+                if waited_s >= self._patience_s or is_stopped():
                     raise StorageError(
                         f"cannot read {shown}: {_say(error)}. Tried again for {waited_s:.0f} s. Is the server up, and "
                         "can this machine reach it?"

@@ -29,7 +29,7 @@ from milepost.store.cloud.region import find_region
 from milepost.store.cloud.replies import scrub
 from milepost.store.cloud.url import Bucket
 
-SLOWEST_BYTES_S = 1 << 20
+SLOWEST_BYTES_S = 4 << 20
 """A request that moves data gets at least the time that this speed needs."""
 CONNECT_S = 5.0
 _ENDPOINTS = {

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from milepost.errors import InvalidRequest
-from milepost.store.cloud.options import CloudOptions
+from milepost.store.cloud.options import ONE_LINE, CloudOptions, has_control
 
 Config = dict[str, Any]
 """Settings of one of obstore's stores."""
@@ -28,6 +28,7 @@ _AWS_SOURCES = (
     "AWS_CONTAINER_CREDENTIALS_FULL_URI",
     "AWS_SKIP_SIGNATURE",
 )
+_AWS_HEADERS = ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN")
 _AZURE_SOURCES = (
     "AZURE_STORAGE_ACCOUNT_KEY",
     "AZURE_STORAGE_ACCESS_KEY",
@@ -101,6 +102,9 @@ def s3_credentials(options: CloudOptions, env: Mapping[str, str]) -> tuple[Confi
         return keys | ({"session_token": options.session_token} if options.session_token else {}), None
     if options.profile is not None or _needs_profile(env):
         return _from_profile(options.profile)
+    for name in _AWS_HEADERS:
+        if has_control(env.get(name, "")):
+            raise InvalidRequest(f"{name} of the environment {ONE_LINE}")
     return {}, None
 
 

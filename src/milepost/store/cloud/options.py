@@ -14,6 +14,9 @@ Credentials = Mapping[str, object]
 _FLAGS = ("path_style", "anonymous", "unsigned")
 _NUMBERS = ("requests", "patience_s", "timeout_s")
 _URLS = ("endpoint", "proxy")
+LARGEST = 10**7
+"""Of any number: four months, if it is one of seconds."""
+ONE_LINE = "holds a newline, or another control character: was it read from a file?"
 IN_URL = (
     "endpoint",
     "region",
@@ -99,19 +102,32 @@ def _check(name: str, value: object) -> None:
         if not isinstance(value, bool) and not (name == "path_style" and value is None):
             wrong = "is True or False"
     elif name in _NUMBERS:
-        if not isinstance(value, (int, float)) or isinstance(value, bool) or not math.isfinite(value) or value <= 0:
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < math.inf:
             wrong = "is a number above 0"
+        elif value > LARGEST:
+            wrong = f"is at most {LARGEST:,}"
         elif name == "requests" and not isinstance(value, int):
             wrong = "is a whole number"
     elif name == "credentials":
         if value is not None and not callable(value):
             wrong = "is a callable that returns the fields"
-    elif value is not None and not (isinstance(value, str) and value) and not isinstance(value, os.PathLike):
-        wrong = "is a string that is not empty"
-    elif isinstance(value, str) and name in _URLS:
-        wrong = wrong_url(name, value)
+    elif value is not None and not isinstance(value, os.PathLike):
+        wrong = _wrong_text(name, value)
     if wrong is not None:  # the value is not shown: it may be a secret in the wrong place
         raise InvalidRequest(f"CloudOptions.{name} {wrong}")
+
+
+def _wrong_text(name: str, value: object) -> str | None:
+    if not isinstance(value, str) or not value:
+        return "is a string that is not empty"
+    if has_control(value) and name != "service_account_key":
+        return ONE_LINE
+    return wrong_url(name, value) if name in _URLS else None
+
+
+def has_control(text: str) -> bool:
+    """Whether it holds a newline or another character that no header takes. obstore panics there."""
+    return any(ord(letter) < 32 or ord(letter) == 127 for letter in text)
 
 
 def wrong_url(name: str, value: str) -> str | None:

@@ -1,7 +1,6 @@
 """Reading objects by ranges. Every reply says how long the whole object is, and that is compared."""
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -9,6 +8,7 @@ import numpy as np
 from milepost.errors import CheckpointDamaged, StorageError
 from milepost.store.cloud.replies import Refusal, Why
 from milepost.store.cloud.requests import Asker, BadReply
+from milepost.store.stopping import side_by_side
 
 FIRST_BYTES = 256 << 10
 """What the request that opens an object brings of it: all of most manifests."""
@@ -44,8 +44,7 @@ class CloudReader:
             self._read_range(offset, targets)
         else:
             pieces = list(cut(targets, offset, RANGE_BYTES))
-            with ThreadPoolExecutor(AT_ONCE) as pool:
-                list(pool.map(lambda piece: self._read_range(*piece), pieces))
+            side_by_side(lambda piece: self._read_range(*piece), pieces, AT_ONCE)
 
     def is_cold(self, offset: int, length: int) -> bool:
         """No: there is only one way to read."""

@@ -86,6 +86,9 @@ _STATUSES = {
 
 _NONSENSE = Refusal(Why.DAMAGED, "the reply makes no sense", may_act=True)
 _BY_TEXT = {
+    "InvalidHeaderValue": Refusal(
+        Why.REFUSED, "credentials, region or another setting hold a newline, or another character that no header takes"
+    ),
     "without LOCATION": Refusal(Why.REGION, "the service redirects to another region"),
     "non-partial response": Refusal(Why.REFUSED, "the service ignores ranges"),
     "ot invalid ": _NONSENSE,

@@ -1,5 +1,6 @@
 """Requests to an object store: asked again while that helps, and errors that say what, where and what to do."""
 
+import logging
 import os
 import re
 import threading
@@ -16,7 +17,10 @@ from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.replies import Refusal, Why, understand
 from milepost.store.cloud.retry import Pace, Trial
 from milepost.store.cloud.url import Bucket
+from milepost.store.stopping import is_stopped
 
+STEP_S = 0.5
+_log = logging.getLogger("milepost")
 Answer = TypeVar("Answer")
 Ask = Callable[[Any], Answer]
 Verb = Literal["get", "put", "list", "delete"]
@@ -36,11 +40,12 @@ class BadReply(Exception):
         self.refusal = Refusal(Why.DAMAGED, words)
 
 
-def _is_refusal(error: Exception) -> bool:
-    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own."""
+def _is_refusal(error: BaseException) -> bool:
+    """Whether it comes from obstore, which raises OSError, ValueError and classes of its own, and panics."""
     if isinstance(error, CheckpointError):
         return False
-    return isinstance(error, (BadReply, OSError, ValueError)) or type(error).__module__.startswith("obstore")
+    of_obstore = type(error).__module__.startswith(("obstore", "pyo3_runtime"))
+    return of_obstore or isinstance(error, (BadReply, OSError, ValueError))
 
 
 class Service:
@@ -129,20 +134,33 @@ class Asker:
             if not isinstance(answer, Refusal) or answer.why in expected:
                 return answer
             pause = trial.failed(answer)
-            if pause is None:
+            if pause is None or is_stopped():
                 break
             if answer.why in (Why.EXPIRED, Why.NO_CREDENTIALS):
                 self.service.clients.forget()
-            self.service.pace.clock.sleep(pause)
+            if self.service.pace.should_tell(trial.began):
+                _log.warning(
+                    "%s has not done what was asked for %.0f s, and is asked again: %s",
+                    self.place.url, self.service.pace.clock.now() - trial.began, answer.words,
+                )  # fmt: skip
+            self._wait(pause)
         raise self._error(verb, name, answer, trial)
+
+    def _wait(self, seconds: float) -> None:
+        """Wait, in short steps: the call that this is for may end meanwhile."""
+        while seconds > 0 and not is_stopped():
+            self.service.pace.clock.sleep(min(seconds, STEP_S))
+            seconds -= STEP_S
 
     def _attempt(self, request: Ask[Answer], use: Use, size_bytes: int, timeouts: int) -> Answer | Refusal:
         """The answer or the refusal. The error itself ends here: its text holds whole replies."""
         with self.service.pace.turn():
+            if is_stopped():
+                return Refusal(Why.REFUSED, "the call has ended")
             client = self.service.clients.get(use, size_bytes, timeouts=timeouts)
             try:
                 answer = request(client)
-            except Exception as error:
+            except BaseException as error:  # a panic is no Exception
                 if not _is_refusal(error):
                     raise
                 # Without its traceback: from here that would be a cycle, which keeps the caller's memory.
@@ -156,7 +174,7 @@ class Asker:
             self.service.pace.answered()
         return refusal
 
-    def _understand(self, error: Exception) -> Refusal:
+    def _understand(self, error: BaseException) -> Refusal:
         if isinstance(error, BadReply):
             return error.refusal
         if _CALLABLE.search(str(error)):

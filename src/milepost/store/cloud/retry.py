@@ -25,6 +25,9 @@ FEWEST_TRIES = 3
 """A request that may succeed is asked this often, however long each attempt takes."""
 LONGEST_TIMES = 4
 """A request gives up after this many times the patience, whatever else succeeds."""
+TELL_AFTER_S = 10.0
+TELL_EVERY_S = 30.0
+"""When the log says that a request has failed for so long, and how often it says so."""
 HALVING_S = 1.0
 """The bound on requests under way is halved at most once in this time: one storm is one reason."""
 
@@ -74,6 +77,7 @@ class Pace:
         self._changed = threading.Condition()
         self._answered_at: float | None = None
         self._halved_at = -HALVING_S
+        self._told_at = -TELL_EVERY_S
 
     @property
     def bound(self) -> int:
@@ -113,6 +117,15 @@ class Pace:
             if now - self._halved_at >= HALVING_S:
                 self._halved_at = now
                 self._bound = max(1.0, self._bound / 2)
+
+    def should_tell(self, began: float) -> bool:
+        """Whether it is time to tell of a request that began then and still fails: not for each, and not often."""
+        with self._changed:
+            now = self.clock.now()
+            if now - began < TELL_AFTER_S or now - self._told_at < TELL_EVERY_S:
+                return False
+            self._told_at = now
+            return True
 
     def deadline(self, began: float) -> float:
         """Until when a request that began then is asked again."""

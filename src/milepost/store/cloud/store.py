@@ -7,7 +7,6 @@ content for ever. Nothing is renamed, appended or uploaded in several parts.
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +17,7 @@ from milepost.store.cloud.reading import RANGE_BYTES, CloudReader, open_object
 from milepost.store.cloud.replies import Refusal, Why
 from milepost.store.cloud.requests import Asker
 from milepost.store.cloud.url import parse_url
+from milepost.store.stopping import side_by_side
 
 PART_BYTES = 64 << 20
 LARGEST_BYTES = 5000 << 20
@@ -204,8 +204,8 @@ class CloudStore:
         found = self._asker.ask_or(odd, "delete", names[0], lambda client: client.delete(keys))
         if not isinstance(found, Refusal):
             return ()
-        with ThreadPoolExecutor(min(self.options.requests, len(names))) as pool:
-            return [error for error in pool.map(self._delete_one, names) if error is not None]
+        found = side_by_side(self._delete_one, names, self.options.requests)
+        return [error for error in found if error is not None]
 
     def _delete_one(self, name: str) -> Exception | None:
         key = self._place.key(name)

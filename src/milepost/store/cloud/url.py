@@ -94,8 +94,8 @@ def _root_of(where: str, path: str) -> str:
         raise InvalidRequest(
             f"{where}/{path[:200]}: no part of a path is empty, '.' or '..'; write one slash between two names"
         )
-    if _CONTROL.search(root):
-        raise InvalidRequest(f"{where}/{path[:200]!r}: no path holds control characters")
+    if _CONTROL.search(root) or "\\" in root:  # some services take a backslash for a slash
+        raise InvalidRequest(f"{where}/{path[:200]!r}: no path holds control characters or backslashes; write /")
     return root
 
 
