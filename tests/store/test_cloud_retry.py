@@ -6,7 +6,7 @@ import pytest
 
 import milepost
 from milepost.store import CloudOptions, CloudStore
-from milepost.store.cloud import retry
+from milepost.store.cloud import requests, retry
 from milepost.store.cloud.replies import CURABLE, Refusal, Why
 from milepost.store.cloud.retry import Pace, Trial, pause_s
 
@@ -175,3 +175,18 @@ def test_words_of_a_callable_are_not_shown_while_it_is_renewed():
     refusal = asker._understand(OSError("it lacked credentials for path External AWS credential provider: my words"))
     assert refusal.why is Why.NO_CREDENTIALS
     assert "my words" not in refusal.words
+
+
+@pytest.mark.parametrize("fault", ["a panic", "a timeout, and the call has ended"])
+def test_a_write_that_ends_early_is_unknown(fault, monkeypatch):
+    asker = CloudStore("s3://bucket/x", CloudOptions(endpoint="http://127.0.0.1:1"))._asker
+    panic = type("PanicException", (BaseException,), {"__module__": "pyo3_runtime"})
+
+    def request(client):
+        if fault == "a panic":
+            raise panic("called unwrap on None")
+        monkeypatch.setattr(requests, "is_stopped", lambda: True)
+        raise OSError(TIMEOUT)
+
+    with pytest.raises(milepost.NoReply):
+        asker.ask("put", "name", request)

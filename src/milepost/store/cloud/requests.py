@@ -29,6 +29,7 @@ _VERBS = {"get": "read", "put": "write", "list": "list", "delete": "delete"}
 _MAY_ACT = "Nobody knows whether the object was written, or still will be."
 _CALLABLE = re.compile(r"for path External \w+ credential provider")
 """In the text of obstore's error, if a callable for credentials failed. The words of the callable come after it."""
+_UNSENT = "InvalidHeaderValue"
 _DEFINITE = frozenset({Why.TAKEN, Why.ABSENT, Why.SHORT})
 
 
@@ -184,7 +185,10 @@ class Asker:
                 raise problem
             how = "failed" if problem is None else f"raised {type(problem).__name__}"
             return Refusal(Why.NO_CREDENTIALS, f"the callable for credentials {how}")
-        return understand(str(error), known_secrets(self.options, os.environ))
+        refusal = understand(str(error), known_secrets(self.options, os.environ))
+        # Where the client panics, the request may be under way; unless it could not even be made.
+        unknown = not isinstance(error, Exception) and _UNSENT not in str(error)
+        return replace(refusal, may_act=True) if unknown else refusal
 
     def _error(self, verb: Verb, name: str, refusal: Refusal, trial: Trial) -> Exception:
         url = f"{self.place.url}/{name}" if name else self.place.url
