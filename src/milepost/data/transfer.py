@@ -319,6 +319,5 @@ class _JobQueue(Generic[J]):
             return None
 
     def stop(self, error: BaseException | None) -> None:
+        self.error = self.error or error  # before the others stop, with errors of their own
         self.stopped = True
-        with self._lock:
-            self.error = self.error or error
