@@ -272,6 +272,7 @@ def run_all(
         while not others.join(None if meter is None else _REPORT_EVERY_S):
             if meter is not None:
                 meter.report()
+                meter.check()  # the others may be asking a store again and again
     finally:
         queue.stop(None)  # interrupted: the others have not ended
         _join(others)
