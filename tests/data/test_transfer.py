@@ -295,3 +295,15 @@ def test_side_by_side_keeps_order_and_tells_the_others_of_an_error():
     with pytest.raises(ValueError, match="one fails"):
         side_by_side(work, range(3), 3)
     assert ended == [True, True]
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_work_goes_on_as_before_when_no_job_is_left(apart):
+    stopped = []
+
+    def worker(_job):
+        time.sleep(0.2)  # the other threads find no job meanwhile
+        stopped.append(is_stopped())
+
+    run_all(iter([1]), lambda: worker, 4, apart=apart)
+    assert stopped == [False]

@@ -233,6 +233,25 @@ def test_a_service_that_ignores_conditions_is_refused():
         server.server_close()
 
 
+def test_a_service_is_looked_at_again_after_a_look_that_failed(seaweed, s3_proxy):
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, CloudOptions(requests=9))  # of its own: nobody has looked yet
+        s3_proxy.set_rules(Rule("answer", "PUT", skip=1, status=403, code="AccessDenied"))
+        with pytest.raises(milepost.StorageError, match="s3:PutObject"):
+            store.create("a", b"1")
+        for name, puts in (("b", 2), ("c", 1)):
+            s3_proxy.traffic(reset=True)
+            store.create(name, b"1")
+            assert s3_proxy.traffic().requests["PUT"] == puts
+
+
+def test_check_says_the_first_thing_that_is_wrong(seaweed, s3_proxy):
+    with seaweed.place(s3_proxy.endpoint) as url:
+        s3_proxy.set_rules(Rule("answer", times=None, status=403, code="AccessDenied"))
+        with pytest.raises(milepost.StorageError, match=r"cannot write .*s3:PutObject"):
+            store_at(url).check()
+
+
 def test_check_leaves_nothing_and_passes(url):
     store = store_at(url)
     store.check()

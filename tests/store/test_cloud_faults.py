@@ -212,6 +212,7 @@ def test_ctrl_c_ends_a_call_whose_requests_all_stall(seaweed, s3_proxy, kind):
         assert all(torch.equal(target[key], value) for key, value in state.items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["PUT", "GET"])
 def test_the_last_requests_of_a_call_are_repeated_too(seaweed, s3_proxy, kind):
     """When no job is left for another thread, those under way still need their retries."""
@@ -223,3 +224,21 @@ def test_the_last_requests_of_a_call_are_repeated_too(seaweed, s3_proxy, kind):
         s3_proxy.set_rules(Rule("answer", kind=kind, path="data/", times=8))
         (milepost.save if kind == "PUT" else milepost.load)(state, store, transfer=small)
         assert s3_proxy.traffic().faults == 8
+
+
+def test_a_save_whose_requests_all_fail_can_be_cancelled(seaweed, s3_proxy):
+    state = {"w": torch.arange(300_000), "v": torch.arange(300_000)}
+    small = milepost.Transfer(threads=3, block_bytes=1 << 20)
+    with seaweed.place(s3_proxy.endpoint) as url:
+        store = CloudStore(url, CloudOptions(patience_s=60))
+        milepost.save(state, store, transfer=small)
+        s3_proxy.set_rules(Rule("answer", kind="PUT", path="data/", times=None))
+        with milepost.AsyncSaver() as saver:
+            pending = saver.save(state, store, transfer=small)
+            while not s3_proxy.traffic().faults:
+                time.sleep(0.05)
+            began = time.monotonic()
+            assert pending.cancel(timeout_s=20)
+            assert time.monotonic() - began < 10
+        s3_proxy.heal()
+        assert milepost.save(state, store, transfer=small).generation == 2

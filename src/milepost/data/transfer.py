@@ -272,6 +272,7 @@ def run_all(
         while not others.join(None if meter is None else _REPORT_EVERY_S):
             if meter is not None:
                 meter.report()
+                meter.check()  # the others may be asking a store again and again
     finally:
         queue.stop(None)  # interrupted: the others have not ended
         _join(others)
@@ -319,6 +320,5 @@ class _JobQueue(Generic[J]):
             return None
 
     def stop(self, error: BaseException | None) -> None:
+        self.error = self.error or error  # before the others stop, with errors of their own
         self.stopped = True
-        with self._lock:
-            self.error = self.error or error

@@ -69,7 +69,7 @@ class Service:
         return is_first
 
     def check_again(self) -> None:
-        """The service did not refuse: everybody who asks should be told."""
+        """The service did not refuse, or did not answer: the next who asks should look again."""
         self._is_checked = False
 
 

@@ -4,6 +4,7 @@ An object is written by one request that succeeds only if its name is free. So i
 content for ever. Nothing is renamed, appended or uploaded in several parts.
 """
 
+import contextlib
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -85,7 +86,11 @@ class CloudStore:
         finally:
             take_back(views)
         if self._asker.service.take_check():
-            self._check_by(name)
+            try:
+                self._check_by(name)
+            except BaseException:
+                self._asker.service.check_again()  # it was not refused, or nobody knows
+                raise
 
     def check(self) -> None:
         """Write, read, list and delete an object of its own. Raises StorageError, or what else is wrong, and says why.
@@ -99,15 +104,17 @@ class CloudStore:
             self._check_by(name)
             self.reader(name)
             next(self.list(name, shallow=True), None)
-        finally:
-            self.delete(name)
+        except BaseException:
+            with contextlib.suppress(StorageError, InvalidRequest):  # the first error says what is wrong
+                self.delete(name)
+            raise
+        self.delete(name)
 
     def _check_by(self, name: str) -> None:
         """Raises StorageError if an object that was just made can be made again."""
         for _ in range(2):  # the first time it may be that somebody has deleted it
             if isinstance(self._asker.ask_or({Why.TAKEN}, "put", name, self._put(name, [])), Refusal):
                 return
-        self._asker.service.check_again()
         raise StorageError(
             f"{self.url}: the service overwrites objects though it is asked not to (If-None-Match). Two jobs that save "
             "to one place would destroy each other's checkpoints. Use a newer version of the service, or another one"
