@@ -251,7 +251,7 @@ def test_memory_that_cannot_be_had_does_not_read_like_a_full_disk():
 # ---- requests that nobody waits for
 
 
-def test_requests_go_on_while_the_last_jobs_are_done_and_end_with_the_first_error():
+def test_requests_go_on_during_the_last_jobs_and_end_with_the_first_error():
     """All jobs are taken, and some are still worked on: that is no reason to give up their requests."""
     seen, taken = [], threading.Barrier(3)
 
