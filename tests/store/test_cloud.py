@@ -10,6 +10,7 @@ import sys
 import threading
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
 import pytest
 
@@ -205,8 +206,10 @@ class Overwriting(BaseHTTPRequestHandler):
     """A service that takes every object, whatever the request says about those that are there."""
 
     protocol_version = "HTTP/1.1"
+    paths: ClassVar = set()
 
     def answer(self):
+        self.paths.add(self.path)
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(200)
         self.send_header("ETag", '"1"')
@@ -225,9 +228,10 @@ def test_a_service_that_ignores_conditions_is_refused():
     try:
         options = CloudOptions(endpoint=f"http://127.0.0.1:{server.server_port}", anonymous=True)
         store = CloudStore("s3://bucket/a", options)
-        for _ in range(2):
+        for name in ("manifest", "data/a", "step/data/a", "manifest"):
             with pytest.raises(milepost.StorageError, match="overwrites objects though it is asked not to"):
-                store.create("manifest", b"1")
+                store.create(name, b"1")
+        assert "/bucket/a/manifest" not in Overwriting.paths, "which would be emptied by the look"
     finally:
         server.shutdown()
         server.server_close()
@@ -238,8 +242,8 @@ def test_a_service_is_looked_at_again_after_a_look_that_failed(seaweed, s3_proxy
         store = CloudStore(url, CloudOptions(requests=9))  # of its own: nobody has looked yet
         s3_proxy.set_rules(Rule("answer", "PUT", skip=1, status=403, code="AccessDenied"))
         with pytest.raises(milepost.StorageError, match="s3:PutObject"):
-            store.create("a", b"1")
-        for name, puts in (("b", 2), ("c", 1)):
+            store.create("data/a", b"1")
+        for name, puts in (("b", 3), ("c", 1)):  # the first with an object of its own
             s3_proxy.traffic(reset=True)
             store.create(name, b"1")
             assert s3_proxy.traffic().requests["PUT"] == puts

@@ -160,9 +160,9 @@ def test_a_certificate_of_ones_own_is_trusted_by_ca_file(tmp_path):
     options = CloudOptions(endpoint=f"https://127.0.0.1:{server.server_port}", anonymous=True, **QUICK)
     try:
         with pytest.raises(milepost.StorageError, match=r"certificate is not trusted.*pass .* as ca_file"):
-            CloudStore("s3://bucket/a", options).create("x", b"1")
-        CloudStore("s3://bucket/a", replace(options, ca_file=tmp_path / "cert.pem")).create("x", b"1")
-        assert server.taken == {"/bucket/a/x"}
+            CloudStore("s3://bucket/a", options).create("data/x", b"1")
+        CloudStore("s3://bucket/a", replace(options, ca_file=tmp_path / "cert.pem")).create("data/x", b"1")
+        assert server.taken == {"/bucket/a/data/x"}
     finally:
         server.shutdown()
         server.server_close()

@@ -81,16 +81,19 @@ class CloudStore:
         size_bytes = sum(map(len, views))
         if size_bytes > LARGEST_BYTES:
             raise StorageError(f"{self.url}/{name}: {size_bytes} bytes are more than one request can write")
+        is_first, is_data = self._asker.service.take_check(), "/data/" in f"/{name}"
         try:
+            if is_first and not is_data:
+                self._check_apart()
             self._asker.ask("put", name, self._put(name, views), size_bytes=size_bytes)
+            if is_first and is_data:
+                self._check_by(name)
+        except BaseException:
+            if is_first:
+                self._asker.service.check_again()  # it was not refused, or nobody knows
+            raise
         finally:
             take_back(views)
-        if self._asker.service.take_check():
-            try:
-                self._check_by(name)
-            except BaseException:
-                self._asker.service.check_again()  # it was not refused, or nobody knows
-                raise
 
     def check(self) -> None:
         """Write, read, list and delete an object of its own. Raises StorageError, or what else is wrong, and says why.
@@ -109,6 +112,14 @@ class CloudStore:
                 self.delete(name)
             raise
         self.delete(name)
+
+    def _check_apart(self) -> None:
+        """Like `_check_by`, with an object of its own: a manifest must not be put twice where that would empty it."""
+        name = f"check-{secrets.token_hex(8)}"
+        self._asker.ask("put", name, self._put(name, []))
+        self._check_by(name)
+        with contextlib.suppress(StorageError):  # a save needs no right to delete
+            self.delete(name)
 
     def _check_by(self, name: str) -> None:
         """Raises StorageError if an object that was just made can be made again."""
