@@ -126,7 +126,9 @@ class Attempt:
 
         No name is used twice: a request of the first time may still be under way, and take effect late.
         """
-        return replace(self, aim=Aim(self.aim.generation, f"{self.aim.save_id}0"))
+        *start, last = self.aim.save_id
+        other = f"{''.join(start)}{(int(last, 16) + 1) % 16:x}"  # as long, so that the same state makes the same sizes
+        return replace(self, aim=Aim(self.aim.generation, other))
 
     def write(
         self,
