@@ -126,8 +126,8 @@ class Attempt:
 
         No name is used twice: a request of the first time may still be under way, and take effect late.
         """
-        *start, last = self.aim.save_id
-        other = f"{''.join(start)}{(int(last, 16) + 1) % 16:x}"  # as long, so that the same state makes the same sizes
+        save_id = self.aim.save_id
+        other = f"{save_id[:-1]}{(int(save_id[-1], 16) + 1) % 16:x}"  # as long: the same state makes the same sizes
         return replace(self, aim=Aim(self.aim.generation, other))
 
     def write(
