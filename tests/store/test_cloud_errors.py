@@ -41,7 +41,7 @@ def shown(error):
 
 
 VERBS = {
-    "write": lambda store: store.create("name", b"1"),
+    "write": lambda store: store.create("data/name", b"1"),
     "read": lambda store: store.reader("name"),
     "read part of": lambda store: store.reader("name", size_bytes=5).read(0, [memoryview(bytearray(5))]),
     "list": lambda store: list(store.list("")),

@@ -28,7 +28,9 @@ def short_pauses(monkeypatch):
 def brief(seaweed, s3_proxy):
     """A store that gives up soon."""
     with seaweed.place(s3_proxy.endpoint) as url:
-        yield CloudStore(url, CloudOptions(patience_s=0.3, timeout_s=1))
+        store = CloudStore(url, CloudOptions(patience_s=0.3, timeout_s=1))
+        store.check()
+        yield store
 
 
 @pytest.fixture
@@ -113,7 +115,7 @@ def test_memory_is_free_after_a_failure(brief, s3_proxy, fault):
     brief = CloudStore(brief.url, dataclasses.replace(brief.options, timeout_s=0.1))
     memory = bytearray(20_000)
     with pytest.raises(milepost.NoReply):
-        brief.create("a", memory, memoryview(memory)[5:])
+        brief.create("data/a", memory, memoryview(memory)[5:])
     memory.clear()
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from milepost.errors import AlreadyExists, InvalidRequest, StorageError
+from milepost.errors import AlreadyExists, InvalidRequest, NoReply, StorageError
 from milepost.store.base import Buffer, Traits, check_name
 from milepost.store.cloud.options import CloudOptions
 from milepost.store.cloud.reading import RANGE_BYTES, CloudReader, open_object
@@ -116,8 +116,11 @@ class CloudStore:
     def _check_apart(self) -> None:
         """Like `_check_by`, with an object of its own: a manifest must not be put twice where that would empty it."""
         name = f"check-{secrets.token_hex(8)}"
-        self._asker.ask("put", name, self._put(name, []))
-        self._check_by(name)
+        try:
+            self._asker.ask("put", name, self._put(name, []))
+            self._check_by(name)
+        except NoReply as error:  # what the caller wants to write was not sent
+            raise StorageError(str(error), errno=error.errno) from None
         with contextlib.suppress(StorageError):  # a save needs no right to delete
             self.delete(name)
 
