@@ -105,9 +105,8 @@ class Transfer:
 
     def to_read(self, traits: Traits) -> "Transfer":
         """The same, for a store with these traits: its ranges as blocks, and as many requests as it takes."""
-        return self._suited(
-            traits.requests, traits.range_bytes, copies=3
-        )  # as it comes in, joined, and where it is put
+        copies = 3  # a reply as it comes in, joined, and where it is put
+        return self._suited(traits.requests, traits.range_bytes, copies)
 
     def _suited(self, requests: int, request_bytes: int, copies: int) -> "Transfer":
         if not requests or not request_bytes:
