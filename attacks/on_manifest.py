@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from typing import Any
 
 from attacks.forge import (
     Attack,
@@ -199,3 +200,87 @@ def generation_of_another_file_name(folder: Path) -> None:
     """An old manifest under a newer name would bring back an old state."""
     make_good(folder)
     manifest_path(folder).rename(folder / "manifest-00000009.json")
+
+
+_STATISTICS: dict[str, list[dict[str, Any]]] = {
+    "of_another_tensor": [{"key": "evil"}],
+    "that_stand_twice": [{}, {}],
+    "that_count_too_much": [{"count": 2**62, "nan": 2**61}],
+    "that_count_below_zero": [{"nan": -(2**62), "inf": 2**62}],
+    "past_an_integer_of_64_bits": [{"count": 10**30}],
+    "with_extremes_the_wrong_way_round": [{"min": 1e308, "max": -1e308}],
+    "with_a_negative_rms": [{"rms": -1.0}],
+    "of_text": [{"min": "1.0"}],
+    "of_nan": [{"mean": "NAN"}],
+    "past_infinity": [{"max": "PAST"}],
+    "with_an_unknown_field": [{"plugins": ["os.system"]}],
+    "with_a_bin_past_a_float": [{"histogram": [[2**40, 2048]]}],
+    "with_bins_in_no_order": [{"histogram": [[1, 1024], [0, 1024]]}],
+    "with_a_million_bins": [{"histogram": [[0, 1]] * 1_000_000}],
+    "with_bins_of_three": [{"histogram": [[0, 1, 2]]}],
+    "with_bins_nested_without_end": [{"histogram": "DEEP"}],
+}
+
+
+def _add_statistics() -> None:
+    usual = {"key": "model.weight", "count": 2048, "min": -1.0, "max": 1.0, "mean": 0.0, "rms": 0.5}
+    for name, rows in _STATISTICS.items():
+
+        def make(folder: Path, rows: list[dict[str, Any]] = rows) -> None:
+            make_good(folder)
+            record = read_manifest(folder) | {"statistics": [{**usual, **row} for row in rows]}
+            text = json.dumps(record).replace('"NAN"', "NaN").replace('"PAST"', "1e999")
+            write_manifest_text(folder, text.replace('"DEEP"', nested(100_000)).encode())
+
+        corpus.append(Attack(f"statistics_{name}", "Numbers that no save can have recorded.", "open", make))
+
+
+_add_statistics()
+
+_TIMES: dict[str, list[Any]] = {
+    "below_zero": [{"median_s": -1.0}],
+    "the_wrong_way_round": [{"median_s": 3.0}],
+    "of_a_rank_that_does_not_exist": [{"slowest_rank": 10**6}],
+    "of_text": [{"slowest_s": "1"}],
+    "of_a_hundred_thousand_phases": [{}] * 100_000,
+    "that_are_no_records": [None],
+    "with_an_unknown_field": [{"who": "me"}],
+}
+
+
+def _add_times() -> None:
+    usual = {"phase": "writing", "median_s": 1.0, "slowest_s": 2.0, "slowest_rank": 0}
+    for name, rows in _TIMES.items():
+
+        def make(folder: Path, rows: list[Any] = rows) -> None:
+            set_fields(folder, timings=[None if row is None else {**usual, **row} for row in rows])
+
+        corpus.append(Attack(f"times_{name}", "Times that no save can have taken.", "open", make))
+
+
+_add_times()
+
+_VERDICTS: dict[str, Any] = {
+    "of_text": "ok",
+    "without_a_verdict": {"reason": "none"},
+    "of_another_type": {"ok": "false"},
+    "with_an_unknown_field": {"ok": False, "then": "os.system"},
+}
+
+
+def _add_verdicts() -> None:
+    for name, verdict in _VERDICTS.items():
+
+        def make(folder: Path, verdict: Any = verdict) -> None:
+            set_fields(folder, health=verdict)
+
+        corpus.append(Attack(f"health_{name}", "A verdict that is none.", "open", make))
+
+
+_add_verdicts()
+
+
+@corpus.attack("nothing")
+def health_with_a_long_reason_of_control_characters(folder: Path) -> None:
+    """Whoever shows the reason must not act on it, and a load that was asked for goes on."""
+    set_fields(folder, health={"ok": False, "reason": "\x1b[2J\u202e\r\n" * 100_000})

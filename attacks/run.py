@@ -26,6 +26,7 @@ import milepost
 from attacks.corpus import ATTACKS
 from attacks.forge import BIAS, KNOWN_TYPES, WEIGHT, Attack, make_good
 from attacks.on_values import canary
+from milepost.view import collect, make_page
 
 MEMORY_BYTES = 4 << 30
 """The memory that the process may take beyond what it has after importing torch."""
@@ -201,6 +202,30 @@ def use_explain(folder: Path) -> str | None:
     return None
 
 
+def use_notebook(folder: Path) -> str | None:
+    """Let it show itself in a notebook."""
+    with _opened(folder) as ckpt:
+        blocks = [ckpt._repr_html_(), *(tensor._repr_html_() for tensor in list(ckpt.tensors.values())[:10])]
+    wrong = [block for block in blocks if "<script" in block or "<img" in block]
+    return f"HTML of the checkpoint: {wrong[0][:200]}" if wrong else None
+
+
+def use_view(folder: Path) -> str | None:
+    """Make its page. `tests/view/test_attacks.py` opens such pages in a browser."""
+    page = make_page(collect(folder))
+    return None if page.count(b"</script>") == 5 else "text of the checkpoint ends a script"
+
+
+def use_copy(folder: Path) -> str | None:
+    """Copy it to another place, and check the copy. What is not Milepost's own format is refused."""
+    copy = folder.parent / "copy"
+    shutil.rmtree(copy, ignore_errors=True)
+    milepost.copy(folder, copy)
+    with _opened(copy) as ckpt:
+        changed = [damage for damage in ckpt.verify().damages if "are not what was saved" in damage.reason]
+        return "the copy is damaged" if changed else None
+
+
 def use_save(folder: Path) -> str | None:
     """Save over it, which sweeps the old files, and read the new checkpoint."""
     milepost.save({"x": WEIGHT}, folder)
@@ -234,7 +259,7 @@ USES: dict[str, Callable[[Path], str | None]] = {
     name.removeprefix("use_"): use for name, use in list(globals().items()) if name.startswith("use_")
 }
 
-AT_THE_DOOR = ("open", "load", "explain", "save")
+AT_THE_DOOR = ("open", "load", "explain", "view", "save")
 """The uses that are tried if opening must fail; all other uses open it in the same way."""
 
 # ---------------------------------------------------------------- the trial
@@ -309,6 +334,7 @@ def main(names: list[str]) -> None:
     """Run the attacks with these names, or all."""
     warnings.simplefilter("error")
     torch.set_num_threads(1)
+    "\x01".encode("unicode_escape")  # a module of its own
     with tempfile.TemporaryDirectory() as warm:
         make_good(Path(warm) / "a")  # import now what would be imported late
         for use in USES.values():

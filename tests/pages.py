@@ -2,12 +2,14 @@
 
 A `python` block runs. If its first line is `# name.py`, it is written to that file instead. A `text` block shows what
 the blocks before it printed, back to the last `text` block; `...` stands for any part of a line. In a `console` block,
-lines with `$ ` are commands for a shell, and the lines below a command are found in its output, in this order.
+lines with `$ ` are commands for a shell, and the lines below a command are found in its output, in this order. There,
+what differs from run to run matches any of its kind: times, ages, sizes, ids of saves, numbers with three decimals or
+more, and the spaces of a table.
 
 A page whose first line is `<!-- server: s3 -->` (or `gcs`, `azure`) runs beside such a server, which has the bucket
 that its URLs name: `SERVERS`.
 
-    python -m tests.pages docs/reference/errors.md      # rewrites the `text` blocks that are not what is printed today
+    python -m tests.pages docs/reference/errors.md      # rewrites the blocks that are not what is printed today
 """
 
 import atexit
@@ -29,6 +31,15 @@ from faults import servers
 
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 SERVER = re.compile(r"\A<!-- server: (\w+) -->\n")
+VARYING = [
+    (r"\.\.\.", r".*?"),
+    (r"\d{4}-\d\d-\d\dT[\d:]+(?:\+00:00)?", r"\d{4}-\d\d-\d\dT[\d:]+(?:\+00:00)?"),
+    (r"\d{8}-[0-9a-f]{16}", r"\d{8}-[0-9a-f]{16}"),
+    (r"\d[\d.,]* (?:s|min|h|d|B|KiB|MiB|GiB|TiB)\b", r"\d[\d.,]* (?:s|min|h|d|B|KiB|MiB|GiB|TiB)\b"),
+    (r"-?\d+\.\d{3,}(?:e-\d+)?", r"-?\d[\d.]*(?:e-\d+)?"),
+    (r" {2,}", r" +"),
+]
+"""In the output that a `console` block shows: what to look for in its stead."""
 FILE = re.compile(r"\A# (\w+\.py)\n")
 MARK = "\x1eblock"
 LIMIT_S = 150.0
@@ -105,23 +116,42 @@ def run_python(sources, folder, on_warning="error", further=None):
 
 
 def run_commands(text, folder, further):
-    """Run the commands of a `console` block, and look for the lines below each in its output."""
+    """Run the commands of a `console` block. Gives the block with all that is printed today, and what it misses."""
     root = Path(__file__).parent.parent
     environment = os.environ | {
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(root / "src"),
         "OMP_NUM_THREADS": "1",
+        "COLUMNS": "80",  # the width of help
         **further,
     }
+    blocks_now, missing = [], []
     for command, shown in re.findall(r"^\$ (.+)\n((?:(?!\$ ).*\n)*)", text, re.MULTILINE):
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=environment, text=True, timeout=LIMIT_S, check=False,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
-        rest = done.stdout
+        printed = rest = done.stdout.replace(f"{folder}/", "")
+        blocks_now.append(f"$ {command}\n{printed}")
         for line in shown.splitlines():
-            assert line in rest, f"$ {command}\ndoes not print {line!r} (or not in this order) but\n{done.stdout}"
-            rest = rest.partition(line)[2]
+            found = re.search(pattern_of(line), rest)
+            if found is None:
+                missing.append(f"$ {command}\ndoes not print {line!r} (or not in this order) but\n{printed}")
+                break
+            rest = rest[found.end() :]
+    return "".join(blocks_now), missing
+
+
+def pattern_of(line):
+    """The regular expression for a line of a `console` block."""
+    parts = re.split("|".join(f"({kind})" for kind, _ in VARYING), line)
+    pieces, step = [], len(VARYING) + 1
+    for at, part in enumerate(parts):
+        if at % step == 0:
+            pieces.append(re.escape(part))
+        elif part is not None:
+            pieces.append(VARYING[at % step - 1][1])
+    return "".join(pieces)
 
 
 def shows(text, printed):
@@ -150,7 +180,7 @@ SERVERS = {
 
 
 def check(page, folder, stale=None, environment=None):
-    """Run a page in an empty folder and compare. With `stale`, put (block, printed) there instead of failing."""
+    """Run a page in an empty folder and compare. With `stale`, put (block, what it should be) there, do not fail."""
     everything = blocks(page)
     programs = [b.text for b in everything if b.kind == "python" and not FILE.match(b.text)]
     on_warning = "ignore" if page.parent.name == "frameworks" else "error"  # those of a framework are its own affair
@@ -163,7 +193,10 @@ def check(page, folder, stale=None, environment=None):
         elif block.kind == "python":
             printed += next(outputs)
         elif block.kind == "console":
-            run_commands(block.text, folder, environment or {})
+            now, missing = run_commands(block.text, folder, environment or {})
+            assert not missing or stale is not None, "\n".join(missing)
+            if missing:
+                stale.append((block, now))
         elif block.kind == "text":
             if not block.text.strip() or not shows(block.text, printed):
                 assert stale is not None, f"{page} shows\n{block.text}\nbut this was printed:\n{printed}"
@@ -172,7 +205,7 @@ def check(page, folder, stale=None, environment=None):
 
 
 def update(page):
-    """Rewrite the `text` blocks of a page that are not what its code prints."""
+    """Rewrite the `text` and `console` blocks of a page that are not what is printed."""
     stale = []
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))

@@ -16,6 +16,7 @@ ROOT = Path(milepost.__file__).parent
 LAYERS = [
     ["errors", "version"],
     ["core"],
+    ["events"],
     ["store", "comm"],
     ["state"],
     ["data"],
@@ -28,12 +29,17 @@ LAYERS = [
     ["api"],
     ["formats.write"],
     ["steps"],
+    ["inspection"],
+    ["copying", "doctor"],
+    ["bench"],
     ["", "dcp", "testing"],
-    ["integrations"],
+    ["view", "integrations"],
+    ["cli"],
+    ["__main__"],
 ]
 """Folders and modules, bottom to top, as in docs/explanation/design.md. Those on one line do not import each other."""
 PURE = {"bisect", "collections", "dataclasses", "functools", "itertools", "math", "re", "struct", "typing", "msgspec"}
-PURE |= {"numpy", "operator", "types", "xxhash"}
+PURE |= {"numpy", "operator", "statistics", "types", "xxhash"}
 
 
 @cache
@@ -146,7 +152,7 @@ def test_all_is_complete_and_resolves():
     assert sorted(milepost.__all__) == milepost.__all__
     for name in milepost.__all__:
         assert getattr(milepost, name) is not None
-    assert set(dir(milepost)) == {*milepost.__all__, "dcp", "planning", "store", "testing"}
+    assert set(dir(milepost)) == {*milepost.__all__, "dcp", "events", "planning", "store", "testing"}
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         milepost.nothing  # noqa: B018
 
@@ -197,7 +203,7 @@ def test_class_names_are_unique():
 
 def test_few_modules_stand_beside_the_folders():
     beside = {path.stem for path in ROOT.glob("*.py")} - {"__init__"}
-    assert beside == {"api", "checkpoint", "errors", "version"}
+    assert beside == {"__main__", "api", "checkpoint", "errors", "version"}
 
 
 def test_no_module_looks_through_the_stacks_of_all_threads():

@@ -24,7 +24,7 @@ RUNNING = [page for page in PROSE if {"python", "console"} & {block.kind for blo
 TUTORIAL = DOCS / "tutorial.md"  # starts real jobs
 FRAMEWORKS = DOCS / "frameworks"  # one page for each framework
 LONG = pytest.mark.timeout(600)  # seconds; the machine may be busy
-PUBLIC = ["milepost", "milepost.planning", "milepost.store", "milepost.testing"]
+PUBLIC = ["milepost", "milepost.events", "milepost.planning", "milepost.store", "milepost.testing"]
 DIRECTIVE = re.compile(r"^\.\. auto(?:function|class|exception|data):: (milepost[\w.]*)$", re.MULTILINE)
 
 
@@ -130,7 +130,9 @@ def test_every_option_is_in_the_reference():
         "explain",
         "open",
         "convert",
+        "copy",
         "export_safetensors",
+        "diff",
         "async_save",
         "AsyncSaver",
         "Checkpointer",
@@ -143,7 +145,9 @@ def test_every_option_is_in_the_reference():
 
 
 def test_the_design_page_draws_the_layers():
-    [drawing] = [b.text for b in pages.blocks(DOCS / "explanation" / "design.md") if b.text.startswith("integrations")]
+    [drawing] = [
+        b.text for b in pages.blocks(DOCS / "explanation" / "design.md") if b.text.endswith("errors  version\n")
+    ]
     drawn = [re.split(r" {3,}", line)[0].split() for line in drawing.splitlines()]
     layers = [[name or "milepost" for name in names] for names in test_architecture.LAYERS]
     assert [sorted(names) for names in reversed(drawn)] == [sorted(names) for names in layers]

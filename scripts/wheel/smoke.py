@@ -2,6 +2,7 @@
 
 import importlib.util
 import platform
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -40,6 +41,17 @@ def two_ranks(folder: Path) -> None:
     assert whole[:, 0].tolist() == [0, 0, 1, 1]
 
 
+def one_page(folder: Path) -> None:
+    """The page of a checkpoint: its scripts and styles are in the wheel, and the licences of what is vendored."""
+    program = Path(sys.prefix) / "bin" / "milepost"
+    subprocess.run([program, "view", "one"], cwd=folder, check=True, capture_output=True)  # noqa: S603  # our own
+    page = (folder / "milepost-one.html").read_text()
+    assert "echarts" in page
+    assert "milepost-ready" in page
+    vendored = Path(milepost.__file__).parent / "view" / "assets" / "vendor"
+    assert {"LICENSE-echarts", "NOTICE-echarts", "LICENSE-d3"} <= {path.name for path in vendored.iterdir()}
+
+
 def main() -> None:
     """Check that this is the installed package, without development extras, and that it works."""
     assert Path(milepost.__file__).is_relative_to(Path(sys.prefix)), milepost.__file__
@@ -49,6 +61,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         one_process(Path(folder))
         two_ranks(Path(folder))
+        one_page(Path(folder))
     print(f"Python {platform.python_version()}: the wheel of Milepost {milepost.__version__} saves and loads")
 
 

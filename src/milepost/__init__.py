@@ -10,17 +10,13 @@
 import importlib
 from typing import TYPE_CHECKING
 
-from milepost.checkpoint import Checkpoint, LazyTensor, Verification
-from milepost.checkpoint import open_checkpoint as open
-from milepost.comm.base import Solo
-from milepost.core.agreement import Plans
-from milepost.data.transfer import Progress, Transfer
 from milepost.errors import (
     AlreadyExists,
     AmbiguousCheckpoint,
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
+    CheckpointUnhealthy,
     InvalidRequest,
     InvalidState,
     NoReply,
@@ -36,23 +32,32 @@ from milepost.errors import (
     UnsupportedFormat,
     WriterDied,
 )
-from milepost.loading.report import LoadReport
-from milepost.store import Store
 from milepost.version import __version__
 
 if TYPE_CHECKING:
     from milepost.api import async_save, close_async, explain, load, prewarm, save
     from milepost.background.pending import PendingSave
     from milepost.background.saver import AsyncSaver
+    from milepost.checkpoint import Checkpoint, LazyTensor, Verification
+    from milepost.checkpoint import open_checkpoint as open
+    from milepost.comm.base import Solo
+    from milepost.copying.copy import copy
+    from milepost.core.agreement import Plans
+    from milepost.core.statistics import Health, TensorStatistics
     from milepost.data.progress_bar import ProgressBar
+    from milepost.data.transfer import Progress, Transfer
     from milepost.formats.write.convert import convert
     from milepost.formats.write.export import export_safetensors
+    from milepost.inspection.diff import Difference, diff
+    from milepost.loading.report import LoadReport
+    from milepost.saving.health import HealthCheck
     from milepost.saving.pipeline import Receipt
     from milepost.state.take_apart import PerRank, Stateful
     from milepost.state.tensors import Sharded
     from milepost.steps.checkpointer import Checkpointer
     from milepost.steps.preemption import PreemptionGuard
     from milepost.steps.storage_checkpointer import StorageCheckpointer
+    from milepost.store import Store
 
 __all__ = [
     "AlreadyExists",
@@ -62,7 +67,11 @@ __all__ = [
     "CheckpointDamaged",
     "CheckpointError",
     "CheckpointNotFound",
+    "CheckpointUnhealthy",
     "Checkpointer",
+    "Difference",
+    "Health",
+    "HealthCheck",
     "InvalidRequest",
     "InvalidState",
     "LazyTensor",
@@ -88,6 +97,7 @@ __all__ = [
     "StorageCheckpointer",
     "StorageError",
     "Store",
+    "TensorStatistics",
     "Transfer",
     "UnsafeCheckpoint",
     "UnsupportedFormat",
@@ -97,6 +107,8 @@ __all__ = [
     "async_save",
     "close_async",
     "convert",
+    "copy",
+    "diff",
     "explain",
     "export_safetensors",
     "load",
@@ -106,6 +118,15 @@ __all__ = [
 ]
 
 _WHEN_USED = {
+    "Checkpoint": "milepost.checkpoint",
+    "LazyTensor": "milepost.checkpoint",
+    "LoadReport": "milepost.loading.report",
+    "Plans": "milepost.core.agreement",
+    "Progress": "milepost.data.transfer",
+    "Solo": "milepost.comm.base",
+    "Store": "milepost.store",
+    "Transfer": "milepost.data.transfer",
+    "Verification": "milepost.checkpoint",
     "AsyncSaver": "milepost.background.saver",
     "PendingSave": "milepost.background.pending",
     "async_save": "milepost.api",
@@ -113,13 +134,19 @@ _WHEN_USED = {
     "prewarm": "milepost.api",
     "PreemptionGuard": "milepost.steps.preemption",
     "convert": "milepost.formats.write.convert",
+    "copy": "milepost.copying.copy",
     "export_safetensors": "milepost.formats.write.export",
+    "Difference": "milepost.inspection.diff",
+    "diff": "milepost.inspection.diff",
     "Checkpointer": "milepost.steps.checkpointer",
     "StorageCheckpointer": "milepost.steps.storage_checkpointer",
     "ProgressBar": "milepost.data.progress_bar",
     "explain": "milepost.api",
     "load": "milepost.api",
     "save": "milepost.api",
+    "Health": "milepost.core.statistics",
+    "HealthCheck": "milepost.saving.health",
+    "TensorStatistics": "milepost.core.statistics",
     "Receipt": "milepost.saving.pipeline",
     "PerRank": "milepost.state.take_apart",
     "Stateful": "milepost.state.take_apart",
@@ -127,11 +154,13 @@ _WHEN_USED = {
 }
 
 
-_MODULES = ("dcp", "planning", "testing")
+_MODULES = ("dcp", "events", "planning", "store", "testing")
 
 
 def __getattr__(name: str) -> object:
-    """Import what needs torch (or rich) when it is first used."""
+    """Import things when they are first used: some need torch, and the command line starts in a moment."""
+    if name == "open":
+        return importlib.import_module("milepost.checkpoint").open_checkpoint
     if name in _WHEN_USED:
         return getattr(importlib.import_module(_WHEN_USED[name]), name)
     if name in _MODULES:
@@ -140,4 +169,4 @@ def __getattr__(name: str) -> object:
 
 
 def __dir__() -> list[str]:
-    return sorted([*__all__, *_MODULES, "store"])
+    return sorted([*__all__, *_MODULES])

@@ -61,6 +61,10 @@ def save(
     `on_difference`: what to do if values or replicas that should be equal on several ranks are not. "error" raises;
     "warn" keeps the lowest rank's.
     `compare_replicas=False`: trust that replicated tensors are equal, which saves hashing them.
+    `statistics=True`: record the count of NaN and Inf, min, max, mean and rms of each tensor while it is written; with
+    "histogram" also a histogram. `milepost.open(path).statistics` has them. The coordinator's option counts.
+    `healthy=True`: record whether all numbers are finite. Or a rule: a function that gets a `HealthCheck` and gives
+    True, False, or why not. The verdict is in the receipt and in the checkpoint; see `Checkpointer`.
     `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh) instead of refusing them.
     `types`: enum and dataclass types that occur in the state, and subclasses of Tensor.
     `allow_pickle=True`: pickle values that have no plain form.
@@ -120,6 +124,7 @@ def load(
     `convert_dtype=True`: convert between floating types, and between integers. A value beyond the range of the target's
     type is an error. `convert_dtype="lossy"`: convert between any types, whatever becomes of the values.
     `device`: where tensors that are on the meta device get their memory (default: the mesh's device, else the CPU).
+    `allow_unhealthy=False`: raise CheckpointUnhealthy if the checkpoint was found unhealthy when it was saved.
     `verify=False`: do not check the data; manifest and headers are checked all the same. Use it only where something
     else protects every byte.
     `share_reads`: whether ranks that want the same data read it once and send it to each other, through the process
@@ -144,7 +149,13 @@ def load(
         reader = storage_reader
         if reader is None:
             transfer, progress = made.transfer, made.progress
-            reader = CheckpointReader(required(path), verify=made.verify, transfer=transfer, progress=progress)
+            reader = CheckpointReader(
+                required(path),
+                verify=made.verify,
+                allow_unhealthy=made.allow_unhealthy,
+                transfer=transfer,
+                progress=progress,
+            )
         reader.reset(path)  # type: ignore[arg-type]  # a reader of the caller accepts the caller's paths
         expanded, put_back = expand_to_fill(state)
         load_with_planner(_unless(wrong, expanded), put_back, reader, planner, comm)

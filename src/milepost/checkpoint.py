@@ -1,7 +1,9 @@
 """Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import datetime
 from itertools import islice
 from types import EllipsisType, TracebackType
 from typing import TYPE_CHECKING, Any, Self
@@ -14,12 +16,15 @@ from milepost.core.division import read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor, TensorKind
+from milepost.core.notebook import checkpoint_html, tensor_html
 from milepost.core.option_values import check_values
 from milepost.core.ranks import unpack_ranks
+from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import LEAVES, Node, Parts, Path, build, grow, show_path
 from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
+from milepost.events.operation import moved, operating, phasing
 from milepost.state.values import Codec
 from milepost.store import Location, Store, store_at
 
@@ -108,6 +113,10 @@ class LazyTensor:
     def __repr__(self) -> str:
         return f"LazyTensor({self.key!r}, {self.dtype_name}, {self.shape})"
 
+    def _repr_html_(self) -> str:
+        """What a notebook shows: how it was cut, and where its boxes are. Reads nothing."""
+        return tensor_html(self._files.manifest, self._record, self._files.name_of)
+
     def __getitem__(self, index: "Index | tuple[Index, ...]") -> "torch.Tensor":
         box, rest = _region(index, self.shape)
         whole: torch.Tensor = self._read(box)
@@ -193,9 +202,28 @@ class Checkpoint(Mapping[str, Any]):
         return decoded
 
     @property
+    def statistics(self) -> dict[str, TensorStatistics]:
+        """What was recorded about the numbers of each tensor while it was saved; empty where nothing was.
+
+        Under each key: tied tensors have the statistics of the one that is stored.
+        """
+        rows = {row.key: row for row in self._manifest.statistics}
+        tied = {t.key: rows[t.same_as] for t in self._manifest.tensors if t.same_as in rows} if rows else {}
+        return {**rows, **{key: replace(row, key=key) for key, row in tied.items()}}
+
+    @property
+    def health(self) -> Health | None:
+        """What the rule of the run said when it was saved; None where there was no rule."""
+        return self._manifest.health
+
+    @property
     def tensors(self) -> dict[str, LazyTensor]:
         """All tensors by key."""
         return {key: LazyTensor(self._files, record) for key, record in self._tensors.items()}
+
+    def file_name(self, rank: int) -> str:
+        """The name of the file that holds what this rank wrote."""
+        return self._files.name_of(rank)
 
     def __iter__(self) -> Iterator[str]:
         return (node.key for node in self._manifest.tree if node.kind in LEAVES)
@@ -203,9 +231,17 @@ class Checkpoint(Mapping[str, Any]):
     def __len__(self) -> int:
         return len(self._tensors) + len(self._values) + len(self._per_rank)
 
+    def __contains__(self, key: object) -> bool:
+        # Not by `__getitem__`, as a Mapping would: that reads bytes and values of ranks, and decodes values.
+        return key in self._tensors or key in self._values or key in self._per_rank
+
     def __repr__(self) -> str:
         what = f"generation {self.generation}" if self.generation else self.format
         return f"Checkpoint({self.url!r}, {what}, {len(self)} keys)"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a summary, and the first keys. Reads nothing."""
+        return checkpoint_html(self.url, self._manifest, age_of(self._manifest))
 
     def __getitem__(self, key: str) -> Any:
         """A `LazyTensor` for a tensor, the value for a value, a dict from rank to value for rank-private ones."""
@@ -264,7 +300,10 @@ class Checkpoint(Mapping[str, Any]):
         `transfer`: threads and memory, as for `load`. `progress`: called with a `Progress` from time to time.
         """
         check_values({"progress": progress})
-        transfer, meter = limited_transfer(transfer), Meter("verify", self.url, progress)
+        with operating("verify", self.url), phasing("verifying"):
+            return self._verified(limited_transfer(transfer), Meter("verify", self.url, progress))
+
+    def _verified(self, transfer: Transfer, meter: Meter) -> Verification:
         meter.expect(sum(record.size_bytes for record in self._manifest.files))
         damages: list[Damage] = []
         read = 0
@@ -278,6 +317,7 @@ class Checkpoint(Mapping[str, Any]):
         if not damages:
             damages.extend(islice(self._check_entries(), MAX_DAMAGES))
         meter.finish()
+        moved(read)
         return Verification(len(self._manifest.files), read, tuple(damages))
 
     def _check_entries(self) -> Iterator[Damage]:
@@ -301,6 +341,14 @@ class Checkpoint(Mapping[str, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def age_of(manifest: Manifest) -> float | None:
+    """How many seconds ago a checkpoint was saved, by its own clock; None if it does not say."""
+    try:
+        return time.time() - datetime.fromisoformat(manifest.created).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def files_at(store: Store) -> Files:

@@ -22,6 +22,7 @@
     |   choose another checkpoint
     +-- CheckpointNotFound (FileNotFoundError)   there is none here
     +-- CheckpointDamaged               bytes are missing or are not what was saved
+    +-- CheckpointUnhealthy             a rule of the run found it unhealthy when it was saved
     +-- AmbiguousCheckpoint             another library saved to the same place later
     +-- UnsupportedFormat               a newer format, or one that needs an opt-in
     +-- UnsafeCheckpoint                it tries to leave its folder or to exhaust the reader
@@ -126,6 +127,10 @@ class CheckpointDamaged(CheckpointError):
     """Bytes are missing or are not what was saved; the message names file and tensor."""
 
 
+class CheckpointUnhealthy(CheckpointError):
+    """A rule of the run found the checkpoint unhealthy when it was saved; `restore` found no healthy one."""
+
+
 class AmbiguousCheckpoint(CheckpointError):
     """Two libraries saved to one place, the other one last; the message names both and says how to choose."""
 
@@ -157,6 +162,7 @@ ERRORS: dict[str, type[CheckpointError]] = {
         WriterDied,
         CheckpointNotFound,
         CheckpointDamaged,
+        CheckpointUnhealthy,
         AmbiguousCheckpoint,
         UnsupportedFormat,
         UnsafeCheckpoint,

@@ -14,6 +14,7 @@ import milepost
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.testing import run_ranks
 from tests.golden import make
+from tests.tensors import check_histogram, check_statistics
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "v1"
 
@@ -158,3 +159,19 @@ def test_other_tools_still_read_its_files():
     for dtype, tensor in make.plain_tensors()["dtypes"].items():
         assert raw(found[f"plain.dtypes.{dtype}"]) == raw(tensor)
     assert raw(found["cut.tiles[3:5,4:7]"]) == raw(make.whole_tensors()["tiles"][3:5, 4:7])
+
+
+def test_statistics_times_and_verdict_are_read_as_they_were_recorded():
+    place = GOLDEN.with_name("v1-recorded")
+    assert json.loads((place / "manifest-00000001.json").read_bytes())["checksum"] == "30a2002597be6be2"
+    whole = {name: tensor for name, tensor in make.whole_tensors().items() if name in make.GRIDS}
+    with milepost.open(place) as checkpoint:
+        assert checkpoint.verify().ok
+        assert checkpoint.health == milepost.Health(ok=False, reason="golden")
+        assert {"describing", "planning", "writing"} <= {time.phase for time in checkpoint.manifest.timings}
+        assert checkpoint.statistics.keys() == {*whole, *make.recorded_tensors()}
+        for key, tensor in {**whole, **make.recorded_tensors()}.items():
+            check_statistics(checkpoint.statistics[key], tensor)
+            check_histogram(checkpoint.statistics[key], tensor)
+    with pytest.raises(milepost.CheckpointUnhealthy, match="golden"):
+        milepost.load({}, place, allow_unhealthy=False, allow_unexpected=True)

@@ -9,6 +9,7 @@ from torch import nn
 
 import milepost
 from milepost.core.dtypes import DTYPES
+from tests.tensors import check_statistics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -173,3 +174,22 @@ def test_default_device_of_the_caller_changes_nothing(tmp_path):
         assert torch.equal(state["here"], old["here"])
         assert torch.equal(state["there"], old["there"].cpu())
     assert model.weight.device.type == "cpu", "memory is where `device` says, by default on the CPU"
+
+
+@pytest.mark.parametrize("way", ["save", "device", "overlap", "process"])
+def test_statistics_of_device_memory_are_those_of_what_was_saved(tmp_path, way):
+    state = {"state": gpu_state(), "odd": torch.tensor([1.0, float("nan"), float("inf")], device="cuda")}
+    if way == "save":
+        milepost.save(state, tmp_path, statistics="histogram", healthy=True)
+    else:
+        given = {"background": "process"} if way == "process" else {"stage": way}
+        with milepost.AsyncSaver(**given) as saver:
+            pending = saver.save(state, tmp_path, statistics="histogram", healthy=True)
+            pending.wait_staged(60)
+            spoil(state["state"])
+            pending.result(120)
+    with milepost.open(tmp_path) as checkpoint:
+        assert checkpoint.health.reason == "1 NaN and 1 infinite in 'odd'"
+        assert checkpoint.statistics.keys() == checkpoint.tensors.keys()
+        for key, found in checkpoint.statistics.items():
+            check_statistics(found, checkpoint.tensors[key].read())

@@ -27,9 +27,13 @@ SAVE = {
     "progress": [1, "bar"],
     "metadata": [1, "x", [1], [("a", 1)]],
     "plans": [1, "x", milepost.Plans],
+    "statistics": [None, 1, "all", []],
+    "healthy": [None, 1, "finite", [], dict],
 }
 LOAD = {
-    **dict.fromkeys(("allow_missing", "allow_unexpected", "convert_dtype", "verify", "allow_pickle"), FLAG),
+    **dict.fromkeys(
+        ("allow_missing", "allow_unexpected", "allow_unhealthy", "convert_dtype", "verify", "allow_pickle"), FLAG
+    ),
     "share_reads": [1, "no"],
     "device": [1.5, "nowhere", []],
     **{name: SAVE[name] for name in ("types", "host_memory_bytes", "transfer", "progress")},
@@ -103,8 +107,14 @@ class Run:
     def convert(self, **option):
         milepost.convert(self.store, self.folder / "converted", **option)
 
+    def copy(self, **option):
+        milepost.copy(self.store, self.folder / "copied", **option)
+
     def export(self, **option):
         milepost.export_safetensors({"w": torch.ones(3)}, self.folder / "exported", **option)
+
+    def diff(self, **option):
+        milepost.diff(self.store, self.store, **option)
 
     def transfer(self, **option):
         milepost.Transfer(**option)
@@ -170,7 +180,13 @@ BAD = {
     "keeper_open": {"step": STEP},
     "remove": {"step": [*STEP, None]},
     "convert": {**WRITTEN, "to": [None, [], "zip"], "types": TYPES, "allow_pickle": FLAG},
+    "copy": {
+        **dict.fromkeys(("newest", "overwrite"), FLAG),
+        "steps": [1, "1", [-1], ["x"], [1.5], [True], [None]],
+        **{name: SAVE[name] for name in ("host_memory_bytes", "transfer", "progress")},
+    },
     "export": WRITTEN,
+    "diff": {"values": FLAG, "keys": [None, 1, b"*", []], "progress": SAVE["progress"]},
     "transfer": {"threads": [*WHOLE, None, 257], "block_bytes": [*WHOLE, None, 1000], "direct": FLAG},
     "plans": {"size": [*WHOLE, None]},
     "guard": {"grace_s": SECONDS, "timeout_s": SECONDS, "signals": [1, "x", ["x"], [0], [99], [True], None]},

@@ -1,4 +1,4 @@
-"""Every writer is atomic and durable: `save`, a planner's save, `milepost.dcp.save` and `convert` commit alike."""
+"""Every writer is atomic and durable: `save`, a planner's save, `milepost.dcp.save`, `convert`, `copy` commit alike."""
 
 import errno
 import multiprocessing as mp
@@ -17,9 +17,10 @@ from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore, Crash, CrashingStore, ReplyLosingStore, UnsyncedStore, run_ranks
 from milepost.testing.stores import Request
 from tests.commit.object_places import objects
-from tests.commit.writers import WRITERS, FailsAfterCommit, SeesNothingNew
+from tests.commit.writers import ON_RANKS, WRITERS, FailsAfterCommit, SeesNothingNew
 
-pytestmark = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+every_writer = pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
+writers_on_ranks = pytest.mark.parametrize("write", ON_RANKS.values(), ids=ON_RANKS)
 
 
 def state(number):
@@ -41,6 +42,7 @@ def leftovers(store):
     return [name for name in store.list("data/") if milepost.open(store).manifest.save_id not in name]
 
 
+@every_writer
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 @pytest.mark.parametrize("after", [False, True])
 def test_crash_at_any_store_call_leaves_old_or_new(write, store_of, after):
@@ -63,6 +65,7 @@ def test_crash_at_any_store_call_leaves_old_or_new(write, store_of, after):
     assert seen == {1, 2}, "both outcomes were met"
 
 
+@writers_on_ranks
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 def test_crash_of_one_rank_at_any_call_leaves_old_or_new(write, store_of):
     seen = set()
@@ -88,6 +91,7 @@ def test_crash_of_one_rank_at_any_call_leaves_old_or_new(write, store_of):
     assert seen == {1, 2}
 
 
+@every_writer
 @pytest.mark.parametrize("hard_links", [True, False])
 def test_power_cut_at_any_moment_leaves_old_or_new(write, hard_links):
     store, dice = UnsyncedStore(hard_links=hard_links), random.Random(5)
@@ -109,6 +113,7 @@ def test_power_cut_at_any_moment_leaves_old_or_new(write, hard_links):
     assert seen == {1, 2}
 
 
+@every_writer
 @pytest.mark.places("here", "network")
 def test_commit_that_cannot_be_synced_keeps_its_data(write, tmp_path, monkeypatch):
     """A power cut may bring the manifest back, and then it must find what it names."""
@@ -136,6 +141,7 @@ def test_commit_that_cannot_be_synced_keeps_its_data(write, tmp_path, monkeypatc
     assert len(list((tmp_path / "data").iterdir())) == 1
 
 
+@writers_on_ranks
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 def test_ranks_keep_their_data_when_the_commit_is_not_durable(write, store_of):
     class NotSynced(CountingStore):
@@ -159,6 +165,7 @@ def test_ranks_keep_their_data_when_the_commit_is_not_durable(write, store_of):
     assert len({name.split("/")[2].split(".")[0] for name in leftovers(inner)}) == 2, "both ranks"
 
 
+@writers_on_ranks
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 def test_failed_write_leaves_nothing(write, store_of):
     class Full(CountingStore):
@@ -179,6 +186,7 @@ def test_failed_write_leaves_nothing(write, store_of):
     assert leftovers(inner) == []
 
 
+@every_writer
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 def test_overtaken_writer_is_told(write, store_of):
     class Late(CountingStore):
@@ -198,6 +206,7 @@ def test_overtaken_writer_is_told(write, store_of):
     assert leftovers(inner) == []
 
 
+@every_writer
 @pytest.mark.places("here", "network", "network without links")
 def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
     store = LocalStore(tmp_path)
@@ -222,6 +231,7 @@ def test_of_racing_writers_one_wins_each_generation(write, tmp_path):
         assert all("another job committed" in o for o in outcomes.values() if o != "saved"), outcomes
 
 
+@every_writer
 @pytest.mark.places("here", "network")
 def test_lost_reply_to_the_link_is_not_a_conflict(write, tmp_path, monkeypatch):
     """NFS repeats a request whose reply was lost; the repetition finds that the name exists."""
@@ -239,6 +249,7 @@ def test_lost_reply_to_the_link_is_not_a_conflict(write, tmp_path, monkeypatch):
     assert leftovers(LocalStore(tmp_path)) == []
 
 
+@every_writer
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 @pytest.mark.parametrize("error", [milepost.AlreadyExists, FileNotFoundError])
 def test_lost_reply_of_a_store_is_not_a_conflict(write, store_of, error):
@@ -254,6 +265,7 @@ def test_lost_reply_of_a_store_is_not_a_conflict(write, store_of, error):
     assert read(inner) == 2
 
 
+@every_writer
 @pytest.mark.parametrize("repeats", [False, True])
 @pytest.mark.parametrize(
     ("store_of", "kind"),
@@ -279,6 +291,7 @@ def test_lost_replies_cost_no_checkpoint(write, store_of, kind, repeats):
     assert read(inner) == 4
 
 
+@writers_on_ranks
 @pytest.mark.parametrize("store_of", [MemoryStore, objects])
 @pytest.mark.parametrize(
     ("calls", "error"),
@@ -313,6 +326,7 @@ def keep_writing(write, folder, sender):
         sender.send_bytes(b"saved")
 
 
+@every_writer
 @pytest.mark.places("here", "network")
 @pytest.mark.slow
 def test_sigkill_at_random_moments_leaves_old_or_new(write, tmp_path, place):

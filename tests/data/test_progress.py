@@ -33,7 +33,7 @@ class Watcher:
 @pytest.fixture(autouse=True)
 def often(monkeypatch):
     """Tell after every job, so that quick tests see it."""
-    monkeypatch.setattr("milepost.data.transfer._REPORT_EVERY_S", 0.00001)
+    monkeypatch.setattr("milepost.data.transfer._REPORT_EVERY_S", 0)
 
 
 class SlowStore(CountingStore):

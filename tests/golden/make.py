@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 import milepost
+from milepost.comm import Comm
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import BLOCK_BYTES
@@ -180,11 +181,29 @@ def make_parts(place: Path) -> None:
         (place / name).write_bytes(data)
 
 
+def recorded_tensors() -> dict[str, torch.Tensor]:
+    """What all ranks hold alike in the checkpoint with statistics: one that is not finite, and one of each width."""
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 1e30, -1e-30, 0.0])
+    return {"odd": odd, **{d: pattern(d, (3, 2), i) for i, d in enumerate(("bfloat16", "int64", "complex128", "bool"))}}
+
+
+def make_recorded(place: Path) -> None:
+    """Write a checkpoint with statistics, times of phases, and a verdict."""
+
+    def save(comm: Comm) -> None:
+        cut = {name: cut_tensor(name, comm.rank, torch.clone) for name in GRIDS}
+        milepost.save(
+            {**cut, **recorded_tensors()}, place, process_group=comm, statistics="histogram", healthy=lambda _: "golden"
+        )
+
+    run_ranks(WORLD, save)
+
+
 def main() -> None:
     """Write the golden checkpoints; refuse to replace one."""
-    parts = HERE / f"v{VERSION}-parts"
-    if not parts.exists():
-        make_parts(parts)
+    for name, make in (("parts", make_parts), ("recorded", make_recorded)):
+        if not (HERE / f"v{VERSION}-{name}").exists():
+            make(HERE / f"v{VERSION}-{name}")
     place = HERE / f"v{VERSION}"
     if place.exists() and sys.argv[1:] != ["--replace"]:
         raise SystemExit(f"{place} exists; golden checkpoints are kept. Pass --replace before the first release.")

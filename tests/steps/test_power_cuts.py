@@ -4,7 +4,6 @@ The disk is a model of one (`UnsyncedStore`): it may keep any part of what was n
 """
 
 import contextlib
-import random
 
 import pytest
 import torch
@@ -17,31 +16,11 @@ from milepost.core.manifest import manifest_name
 from milepost.steps.shelf import step_name
 from milepost.store import LocalStore, MemoryStore, Within
 from milepost.testing import CountingStore, Crash, UnsyncedStore
+from tests.steps.power import states_of
 
 
 def state(number):
     return {"a": torch.full((8, 16), float(number)), "n": number}
-
-
-def states_of(store, first, draws):
-    """What each moment may leave of the unsynced calls: none, all, all but one, just one, and random ones.
-
-    The same state at a later moment is not yielded again.
-    """
-    dice, seen = random.Random(draws), set()
-    for at in range(first, len(store.journal) + 1):
-        unsynced = {}
-        store.after_power_cut(unsynced.setdefault, at)  # asks for each of them, and gets None
-        choices = [lambda _: False, lambda _: True]
-        for one in unsynced:
-            choices += [lambda call, one=one: call != one, lambda call, one=one: call == one]
-        choices += [lambda _, likely=likely: dice.random() < likely for likely in (0.1, 0.5, 0.9) for _ in range(draws)]
-        for choose in choices:
-            found = store.after_power_cut(choose, at)
-            key = frozenset(found.objects.items())
-            if key not in seen:
-                seen.add(key)
-                yield at, found
 
 
 def steps_in(found):

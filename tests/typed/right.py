@@ -68,7 +68,8 @@ def loads(state: dict[str, object]) -> None:
         progress=milepost.ProgressBar(),
     )
     report: milepost.LoadReport = milepost.explain(state, "runs/a", types=(), timeout_s=5)
-    print(report.fits(allow_missing=True), sorted(report.missing))
+    differing: milepost.Difference = milepost.diff("runs/a", "runs/b", values=True, keys="model.*")
+    print(report.fits(allow_missing=True), sorted(report.missing), differing.same)
     with milepost.open("runs/a", types=(), allow_pickle=False) as checkpoint:
         lazy: milepost.LazyTensor = checkpoint.tensors["w"]
         row: torch.Tensor = lazy[0, 1:]
@@ -103,6 +104,9 @@ def parts() -> dict[str, object]:
 
 def conversions() -> None:
     milepost.convert("runs/a", "out", "safetensors", overwrite=True, progress=watch)
+    done = milepost.copy("runs", "s3://bucket/runs", steps=range(0, 100, 10), overwrite=True, progress=watch)
+    names: list[str] = [step.name for step in done.steps if step.state == "copied"]
+    print(names)
     milepost.export_safetensors(parts(), "hf", drop_values=True)
     store: milepost.Store = store_at("memory://a")
     try:

@@ -10,6 +10,7 @@ milepost.save(state, "a", allow_missing=True)  # wrong
 milepost.load(state, "a", overwrite=True)  # wrong
 milepost.load(state, "a", convert_dtype="yes")  # wrong
 milepost.explain(state, "a", verify=False)  # wrong
+milepost.diff("a", "b", keys=["w"])  # wrong
 milepost.async_save(state, "a", stage="later")  # wrong
 milepost.async_save(state, "a", background="fork")  # wrong
 milepost.async_save(state, "a", colour=1)  # wrong
@@ -27,5 +28,6 @@ other.async_save(state, 1, stage="soon")  # wrong
 other.restore(state, overwrite=True)  # wrong
 milepost.open("a", verify=True)  # wrong
 milepost.convert("a", "b", "zip")  # wrong
+milepost.copy("a", "b", steps="1-3")  # wrong
 milepost.PreemptionGuard(patience_s=3)  # wrong
 milepost.Transfer(workers=3)  # wrong

@@ -6,10 +6,10 @@ leaves a record here (`_BegunCall`) of what was begun. So the save is withdrawn 
 
 import contextlib
 import os
-import pickle
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, NoReturn, TypeVar, Unpack
 
 import torch
@@ -17,18 +17,31 @@ import torch.distributed as dist
 
 from milepost.background.errand import Errand
 from milepost.background.pending import PendingSave
+from milepost.background.process.messages import pack_store
 from milepost.background.process.peers import is_broken
 from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Owned, Stager, Staging, Way
-from milepost.background.ticket import Permit, Ticket
+from milepost.background.ticket import Permit, Ticket, granted
 from milepost.background.writing import StagedSave, Then, after_commit, write_by_process, write_by_thread
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Deferred, Solo, broadcast, calling, together
+from milepost.comm import (
+    TIMEOUT_S,
+    Announcement,
+    Call,
+    Comm,
+    Deferred,
+    Solo,
+    broadcast,
+    calling,
+    operating_on,
+    together,
+)
 from milepost.comm.distributed import address_for, ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
 from milepost.core.wire import Wire
 from milepost.data.threads import Latch
 from milepost.errors import CheckpointError, InvalidRequest, SaveCancelled, SaveInFlight
+from milepost.events.operation import Operation, phasing
 from milepost.saving.describe import Described, describe
 from milepost.saving.options import SaveKeywords, SaveOptions, make_options, one_of
 from milepost.saving.pipeline import Receipt
@@ -122,10 +135,22 @@ class SaveEngine:
         refused: BaseException | None = None,
     ) -> PendingSave:
         """Begin a save. Returns when the caller may go on. Raises an earlier error, or `refused`, on all ranks."""
+        with operating_on(self._comm, "save", work.store.url) as operation:
+            return self._begin(ticket, work, way, optimizers, refused, operation)
+
+    def _begin(
+        self,
+        ticket: Ticket,
+        work: SaveWork,
+        way: Way,
+        optimizers: Sequence[torch.optim.Optimizer],
+        refused: BaseException | None,
+        operation: Operation,
+    ) -> PendingSave:
         store = b""
         if self._background == "process":
             try:
-                store = _pickled(work.store)
+                store = pack_store(work.store)
             except InvalidRequest as error:
                 refused = refused or error
         url, options, then, permit = work.store.url, work.options, work.then, ticket.permit
@@ -134,13 +159,15 @@ class SaveEngine:
             made = replace(options, cancelled=permit.withdrawn)
             return self._save(StagedSave(permit, work.store, store, made, staging, then))
 
-        entry = self._enter(ticket, url, lambda error: save(_granted(), Deferred(None, error)))
+        entry = self._enter(ticket, url, lambda error: save(granted(), Deferred(None, error)))
         self._make_room(ticket, entry, refused)
         staging: Staging | None = None
         trouble: Exception | None = None
         try:
-            described = work.describing(self._comm)
-            staging = self.stager.begin(described, way, Owned(optimizers) if optimizers else None)
+            with phasing("describing"):
+                described = work.describing(self._comm)
+            with phasing("staging"):
+                staging = self.stager.begin(described, way, Owned(optimizers) if optimizers else None)
         except Exception as error:
             if self._comm.size == 1:
                 raise
@@ -153,7 +180,7 @@ class SaveEngine:
         pending = PendingSave(url, permit, staged, unread)
         self._hook(optimizers)
         kept = [Deferred(staging, trouble)]  # taken out, so that nothing else keeps the state
-        self._run(ticket, entry, pending, lambda: save(permit, kept.pop()))
+        self._run(ticket, entry, pending, lambda: save(permit, kept.pop()), operation)
         if staging is not None:
             staging.at_return.wait()
             if staging.way == "host" and self.processes is not None:
@@ -170,10 +197,23 @@ class SaveEngine:
         refused: BaseException | None = None,
     ) -> PendingSave:
         """Begin a save of a copy: `copy` is called now, `write` in a thread. Raises as `begin` does."""
+        with operating_on(self._comm, "save", url) as operation:
+            return self._begin_copied(ticket, url, copy, write, refused, operation)
+
+    def _begin_copied(
+        self,
+        ticket: Ticket,
+        url: str,
+        copy: Callable[[], T],
+        write: Callable[[Callable[[], T], Comm], Receipt],
+        refused: BaseException | None,
+        operation: Operation,
+    ) -> PendingSave:
         entry = self._enter(ticket, url, lambda error: write(_raising(error), self._comm))
         self._make_room(ticket, entry, refused)
         try:
-            copied = _giving(copy())
+            with phasing("staging"):
+                copied = _giving(copy())
         except Exception as error:
             if self._comm.size == 1:
                 raise
@@ -187,7 +227,7 @@ class SaveEngine:
             return write(copied, self._comm)
 
         pending = PendingSave(url, ticket.permit, Latch(happened=True))
-        self._run(ticket, entry, pending, save)
+        self._run(ticket, entry, pending, save, operation)
         return pending
 
     def refuse(self, ticket: Ticket, path: Location, error: BaseException) -> NoReturn:
@@ -262,9 +302,21 @@ class SaveEngine:
             )
         entry.asked.start("asking the other ranks")
 
-    def _run(self, ticket: Ticket, entry: _BegunCall, pending: PendingSave, save: Callable[[], Any]) -> None:
+    def _run(
+        self,
+        ticket: Ticket,
+        entry: _BegunCall,
+        pending: PendingSave,
+        save: Callable[[], Any],
+        operation: Operation | None = None,
+    ) -> None:
+        if operation is not None:
+            ticket.on_return(operation.returned)
+            save = partial(operation.work, save)
         entry.pending, entry.errand = pending, Errand(save, pending.end)
         self.current = pending
+        if operation is not None:
+            operation.handed_over = True  # the errand ends it, also if this call is interrupted from here on
         entry.errand.start(f"the save to {entry.url}", in_front=ticket.permit.grant)
 
     def _fail(self, entry: _BegunCall, error: BaseException) -> None:
@@ -278,9 +330,11 @@ class SaveEngine:
                 earlier.join()
             return entry.take_part(error)
 
-        pending = PendingSave(entry.url, _granted(), Latch(happened=True))
+        pending = PendingSave(entry.url, granted(), Latch(happened=True))
         pending.mark_told()
-        entry.pending, entry.errand = pending, Errand(take_part, pending.end)
+        # Of this failure, the call itself tells.
+        silent = Operation("save", entry.url, self._comm.rank, self._comm.size, decides=False).silenced()
+        entry.pending, entry.errand = pending, Errand(partial(silent.work, take_part), pending.end)
         self.current = pending
         entry.errand.start(f"refusing the save to {entry.url}")
 
@@ -430,12 +484,6 @@ def _was_described(_: Comm) -> NoReturn:
     raise AssertionError
 
 
-def _granted() -> Permit:
-    permit = Permit()
-    permit.grant()
-    return permit
-
-
 def _giving(value: T) -> Callable[[], T]:
     """A function that gives the value once, and then does not keep it."""
     return [value].pop
@@ -446,13 +494,3 @@ def _raising(error: BaseException) -> Callable[[], Any]:
         raise error
 
     return fail
-
-
-def _pickled(store: Store) -> bytes:
-    try:
-        return pickle.dumps(store)
-    except Exception as error:
-        raise InvalidRequest(
-            f"a process cannot save to {store.url}: a {type(store).__name__} belongs to this one ({error}). "
-            'Use background="thread".'
-        ) from error

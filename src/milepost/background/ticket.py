@@ -11,7 +11,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import TypeVar
 
-from milepost.comm import Caller
+from milepost.core.caller import Caller
 from milepost.data.collection_pause import end_lost_pauses
 from milepost.data.threads import Latch
 from milepost.data.transfer import check_cancelled
@@ -53,6 +53,13 @@ class Permit:
         check_cancelled(self.withdrawn)
 
 
+def granted() -> Permit:
+    """A permit that is granted already."""
+    permit = Permit()
+    permit.grant()
+    return permit
+
+
 class Ticket:
     """A call that begins a save, from its first line to its return: the permit of its save, and how to take leave.
 
@@ -64,6 +71,7 @@ class Ticket:
         self.settled = False
         self._caller = Caller(frame)
         self._awaited: Latch | None = None
+        self._on_return: Callable[[], None] | None = None
         self._clean_up: Callable[[], None] | None = None
 
     def is_lost(self) -> bool:
@@ -74,12 +82,18 @@ class Ticket:
         """What to do if the call ends early. It may be interrupted itself, and is then called again."""
         self._clean_up = clean_up
 
+    def on_return(self, note: Callable[[], None]) -> None:
+        """What to call when the call is about to return, before the commit is allowed."""
+        self._on_return = note
+
     def return_after(self, latch: Latch) -> None:
         """Let the call return not before this has happened; its save is released before."""
         self._awaited = latch
 
     def release(self) -> None:
         """Allow the commit, as the last act of the call."""
+        if self._on_return is not None:
+            self._on_return()
         self.permit.grant()
         if self._awaited is not None:
             self._awaited.wait()

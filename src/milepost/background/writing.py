@@ -8,6 +8,7 @@ from milepost.background.process.supervisor import WriterSupervisor
 from milepost.background.staging import Staging
 from milepost.background.ticket import Permit
 from milepost.comm import Call, Comm, Deferred, note_parting, together
+from milepost.events.operation import current, phasing
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt, save_state
@@ -45,7 +46,8 @@ def write_by_thread(save: StagedSave, comm: Comm) -> Receipt:
             staging.release()
             save.permit.wait()  # the caller goes on now, and allows the commit; or has left
 
-        staging.copy(save.permit.check)
+        with phasing("staging"):
+            staging.copy(save.permit.check)
         if staging.is_copied():
             let_go()
         return staging.described(let_go)
@@ -58,7 +60,8 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
     staging = save.staging.result
     if staging is not None and staging.fits():
         try:
-            staging.copy(save.permit.check)
+            with phasing("staging"):
+                staging.copy(save.permit.check)
             if staging.fits():  # still: there may have been too little memory
                 staging.at_return.set()
                 save.permit.wait()  # what is handed over is committed even if this process dies
@@ -76,11 +79,17 @@ def write_by_process(save: StagedSave, processes: WriterSupervisor) -> Receipt:
             raise
     if processes.writers is None:
         staging.release()  # starting them takes seconds
-    writers = processes.started()
-    processes.share(writers)
-    number = writers.hand_over(save.store.url, save.packed_store, staging.slots(), save.options)
+    with phasing("starting"):
+        writers = processes.started()
+        processes.share(writers)
+    operation = current()
+    assert operation is not None
+    if not staging.done.is_set():
+        operation.note_blocking()  # the call returns when this is handed over
+    seed = operation.seed()
+    number = writers.hand_over(save.store.url, save.packed_store, staging.slots(), save.options, seed)
     staging.release()  # not before: a trainer that dies from here on leaves a checkpoint
-    return writers.outcome(number, save.options)
+    return writers.outcome(number, save.options, operation.relay)
 
 
 def after_commit(comm: Comm, url: str, then: Then | None) -> None:

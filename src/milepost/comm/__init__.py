@@ -3,7 +3,6 @@
 from milepost.comm.base import TIMEOUT_S, Call, Comm, Phase, Solo, mark_told
 from milepost.comm.board import Board, MemoryBoard
 from milepost.comm.board_comm import BoardComm
-from milepost.comm.caller import Caller
 from milepost.comm.channel import Channel
 from milepost.comm.together import (
     Announcement,
@@ -18,6 +17,7 @@ from milepost.comm.together import (
     leave_undecided,
     meet,
     note_parting,
+    operating_on,
     together,
 )
 
@@ -28,7 +28,6 @@ __all__ = [
     "BoardComm",
     "Bytes",
     "Call",
-    "Caller",
     "Channel",
     "Comm",
     "Deferred",
@@ -45,5 +44,6 @@ __all__ = [
     "mark_told",
     "meet",
     "note_parting",
+    "operating_on",
     "together",
 ]

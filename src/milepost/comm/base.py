@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import xxhash
 
-from milepost.comm.caller import Caller
+from milepost.core.caller import Caller
 
 TIMEOUT_S = 1800.0
 """The longest that a rank waits for the others, unless the caller says otherwise."""

@@ -8,14 +8,16 @@ arrives later finds it and raises too. Before the next call all ranks join again
 The board is the store that the job was started with, not a process group: control traffic never meets training.
 """
 
+import time
 from collections.abc import Callable
 from typing import Any
 
 from milepost.comm.base import Phase, mark_told
 from milepost.comm.board import Board
-from milepost.comm.caller import Caller
 from milepost.comm.channel import GRACE_S, Channel, Leaver
 from milepost.comm.outcome import GONE, LEFT, Outcome, error_of
+from milepost.comm.patience import Patience
+from milepost.core.caller import Caller
 from milepost.errors import RanksMissing
 
 _PARTING_NOTES = 8
@@ -283,7 +285,7 @@ class BoardComm:
 
     def _collect(self, number: int, phase: Phase, payload: bytes, decide: Callable[[list[bytes]], bytes]) -> Outcome:
         others = [rank for rank in range(self._size) if rank != self._coordinator]
-        notes = dict(zip(others, self._board.read([f"{number}/{r}" for r in others], self.timeout_s), strict=True))
+        notes = self._patiently({rank: f"{number}/{rank}" for rank in others}, self.timeout_s, Patience(phase))
         missing = {rank: self._last_seen(rank) for rank, note in notes.items() if note is None}
         if missing:
             calls = self._channel.calls
@@ -295,6 +297,20 @@ class BoardComm:
             return Outcome(phase.wire, odd=odd, apart=True)
         apart = any(note[:6] in (GONE, LEFT) for note in packed)
         return Outcome(phase.wire, decide([note[6:] for note in packed]), apart=apart)
+
+    def _patiently(self, names: dict[int, str], timeout_s: float, patience: Patience) -> dict[int, bytes | None]:
+        """The notes of these ranks, once all are there; None for those not there in time."""
+        notes: dict[int, bytes | None] = dict.fromkeys(names)
+        deadline = time.monotonic() + timeout_s
+        while missing := [rank for rank, note in notes.items() if note is None]:
+            left_s = max(deadline - time.monotonic(), 0.0)
+            some_s = patience.at_most_s(left_s)
+            found = self._board.read([names[rank] for rank in missing], some_s)
+            notes.update(zip(missing, found, strict=True))
+            if some_s >= left_s:
+                break
+            patience.tell([rank for rank in missing if notes[rank] is None])
+        return notes
 
     def _last_seen(self, rank: int) -> str:
         """The step in which a rank last took part, as far as this call goes."""
@@ -328,11 +344,12 @@ class BoardComm:
     def _await(self, number: int, phase: Phase, announced: bool = False) -> Outcome:
         waited_s = self.timeout_s + min(GRACE_S, self.timeout_s)
         shown_s = min(_SHOW_S, waited_s) if announced else waited_s
-        found = self._board.read([f"{number}/all"], shown_s)[0]
+        awaited, patience = {self._coordinator: f"{number}/all"}, Patience(phase)
+        found = self._patiently(awaited, shown_s, patience)[self._coordinator]
         if found is None and announced:
             # A coordinator that waits in another step for a note of this rank finds one, and sees where this rank is.
             self._board.pin(f"{number}/{self._rank}", phase.wire)
-            found = self._board.read([f"{number}/all"], waited_s - shown_s)[0]
+            found = self._patiently(awaited, waited_s - shown_s, patience)[self._coordinator]
             self._board.remove(f"{number}/{self._rank}")
         if found is not None:
             return Outcome.unpack(found)

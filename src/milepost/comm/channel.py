@@ -27,8 +27,9 @@ import msgspec
 
 from milepost.comm.base import Phase
 from milepost.comm.board import Board
-from milepost.comm.caller import Caller
 from milepost.comm.outcome import Outcome, error_of
+from milepost.comm.patience import Patience
+from milepost.core.caller import Caller
 from milepost.core.wire import Wire
 from milepost.version import __version__
 
@@ -198,11 +199,12 @@ class Channel:
         board = self._first.named(name)
         answered: dict[int, bytes] = {}
         there = {self._rank: Presence(phase.wire, self.calls, __version__)}
-        deadline, pause_s = time.monotonic() + timeout_s, _FIRST_LOOK_S
+        deadline, pause_s, patience = time.monotonic() + timeout_s, _FIRST_LOOK_S, Patience(phase)
         while absent := [rank for rank in range(self._size) if rank not in there]:
             left_s = deadline - time.monotonic()
             if left_s <= 0:
                 break
+            patience.tell(absent)
             self._answer(absent, answered, name.encode(), min(pause_s, left_s))
             expected = [rank for rank in absent if rank in answered]
             look_s = max(min(pause_s, deadline - time.monotonic()), 0.0)
@@ -260,8 +262,9 @@ class Channel:
         """Go to the board that the coordinator names, and wait there for all others."""
         waited_s = timeout_s + min(GRACE_S, timeout_s)
         deadline, board, name = time.monotonic() + waited_s, self._first, b""
-        own, pause_s = f"late/{self._rank}", _FIRST_LOOK_S
+        own, pause_s, patience = f"late/{self._rank}", _FIRST_LOOK_S, Patience(phase)
         while (left_s := deadline - time.monotonic()) > 0:
+            patience.tell([coordinator])
             answer = self._first.read([_answer_to(greeting)], 0.0 if name else min(left_s, _LAST_LOOK_S))[0]
             if answer is not None and answer != name:
                 name = answer

@@ -22,10 +22,12 @@ from msgspec.structs import replace
 
 from milepost.comm.base import Call, Comm, Phase, is_told, mark_told
 from milepost.comm.board_comm import BoardComm
-from milepost.comm.caller import Caller
+from milepost.core.caller import Caller
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.core.wire import Wire
 from milepost.errors import ERRORS, CheckpointError, Failure
+from milepost.events.operation import WAITING, operating, phasing
+from milepost.events.records import Kind
 
 T = TypeVar("T")
 Note = TypeVar("Note")
@@ -60,19 +62,34 @@ class Bytes:
 
 @dataclass(frozen=True, slots=True)
 class Meeting(Generic[Note, Answer]):
-    """A step in which every rank brings a note and gets the coordinator's answer. Made when a module is imported."""
+    """A step in which every rank brings a note and gets the coordinator's answer. Made when a module is imported.
+
+    `phase`, `deciding`: the phases for which the time of the work and of the decision counts, by default the step.
+    """
 
     step: str
     notes: Packs[Note]
     answers: Packs[Answer]
+    phase: str = ""
+    deciding: str = ""
+
+    @property
+    def phases(self) -> tuple[str, str]:
+        """Those of the work and of the decision."""
+        work = self.phase or self.step
+        return work, self.deciding or work
 
 
 @dataclass(frozen=True, slots=True)
 class Announcement(Generic[Answer]):
-    """A step in which every rank gets what the coordinator says. Made when a module is imported."""
+    """A step in which every rank gets what the coordinator says. Made when a module is imported.
+
+    `phase`: for which the time of the work counts, by default the step.
+    """
 
     step: str
     answers: Packs[Answer]
+    phase: str = ""
 
 
 class Deferred(Generic[T]):
@@ -119,8 +136,10 @@ def defer(comm: Comm, work: Callable[[], T]) -> Deferred[T]:
         return Deferred(None, error)
 
 
-def together(comm: Comm, call: Call, step: str, work: Callable[[], T]) -> T:
+def together(comm: Comm, call: Call, step: str, work: Callable[[], T], phase: str = "") -> T:
     """Run `work` on every rank, and give this rank's result once all ranks have succeeded.
+
+    `phase`: for which the time of the work counts, by default the step.
 
     If anything fails on any rank, every rank raises a CheckpointError with the failures of all; where they are of one
     kind, that kind. On the rank itself the original is its cause.
@@ -131,7 +150,7 @@ def together(comm: Comm, call: Call, step: str, work: Callable[[], T]) -> T:
         kept.append(work())
         return b""
 
-    _meet(comm, call.at(step), keep, lambda _: b"")
+    _meet(comm, call.at(step), keep, lambda _: b"", (phase or step, ""))
     return kept[0]
 
 
@@ -150,7 +169,8 @@ def meet(
     def judge(packed: list[bytes]) -> bytes:
         return meeting.answers.pack(decide([meeting.notes.unpack(note) for note in packed]))
 
-    return meeting.answers.unpack(_meet(comm, call.at(meeting.step), lambda: meeting.notes.pack(work()), judge))
+    phase, phases = call.at(meeting.step), meeting.phases
+    return meeting.answers.unpack(_meet(comm, phase, lambda: meeting.notes.pack(work()), judge, phases))
 
 
 def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: Callable[[], Answer]) -> Answer:
@@ -162,7 +182,8 @@ def broadcast(comm: Comm, call: Call, announcement: Announcement[Answer], work: 
         return announcement.answers.unpack(_answered(phase, answer, comm, None))
     failed: Exception | None = None
     try:
-        verdict = _Verdict(announcement.answers.pack(work()))
+        with phasing(announcement.phase or announcement.step):
+            verdict = _Verdict(announcement.answers.pack(work()))
     except Exception as error:
         if comm.size == 1:
             raise
@@ -181,6 +202,11 @@ def calling(comm: Comm, call: Call) -> contextlib.AbstractContextManager[Call]:
     Calls may be nested. The inner ones are parts of the outermost, which may go on after an error of theirs.
     """
     return _Calling(comm, call)
+
+
+def operating_on(comm: Comm, kind: Kind, url: str, *, step: int | None = None, wraps: bool = False) -> operating:
+    """Around an operation of these ranks: see `events.operation.operating`."""
+    return operating(kind, url, comm.rank, comm.size, decides=comm.rank == comm.coordinator, step=step, wraps=wraps)
 
 
 class _Calling:
@@ -224,9 +250,13 @@ class _Calling:
 
 @contextlib.contextmanager
 def _told(comm: Comm, phase: Phase) -> Iterator[None]:
-    """Tell the others what leaves this block, unless they know it: the next step that they come to raises it."""
+    """Around waiting for others: tell them what leaves this block, unless they know it. Their next step raises it."""
     try:
-        yield
+        if comm.size == 1:
+            yield
+        else:
+            with phasing(WAITING):
+                yield
     except BaseException as error:
         _tell(comm, phase, error)
         raise
@@ -276,10 +306,24 @@ def answer_bytes(answer: bytes) -> int:
     return len(_VERDICTS.pack(_Verdict(answer)))
 
 
-def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[[list[bytes]], bytes]) -> bytes:
+def _decided(decide: Callable[[list[bytes]], bytes], notes: list[bytes], phase: str) -> bytes:
+    if not phase:
+        return decide(notes)
+    with phasing(phase):
+        return decide(notes)
+
+
+def _meet(
+    comm: Comm,
+    phase: Phase,
+    work: Callable[[], bytes],
+    decide: Callable[[list[bytes]], bytes],
+    phases: tuple[str, str],
+) -> bytes:
     met: list[BaseException] = []
     try:
-        report = _Report(work())
+        with phasing(phases[0]):
+            report = _Report(work())
     except Exception as error:
         if comm.size == 1:
             raise
@@ -295,7 +339,7 @@ def _meet(comm: Comm, phase: Phase, work: Callable[[], bytes], decide: Callable[
         if failures:
             return _VERDICTS.pack(_Verdict(failures=_grouped(failures)))
         try:
-            return _VERDICTS.pack(_Verdict(decide([r.note for r in reports])))
+            return _VERDICTS.pack(_Verdict(_decided(decide, [r.note for r in reports], phases[1])))
         except BaseException as error:  # noqa: BLE001  # sent to the others first, then raised below
             met.append(error)
             if comm.size > 1 and not isinstance(error, Exception):  # Ctrl-C may come when everything is decided

@@ -5,12 +5,15 @@ generation's manifest if it is absent. If the attempt fails, each rank removes w
 can name it any more. Otherwise the data stays, and a later save sweeps it.
 """
 
+import contextlib
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from msgspec import structs
 
 from milepost.comm import is_undecided, leave_undecided
 from milepost.commit.beside import indices_beside, names_at, retire
@@ -25,8 +28,10 @@ from milepost.commit.find import (
     was_overtaken,
 )
 from milepost.commit.publish import conflict, publish, sweep
+from milepost.core.history import PhaseTime
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
+    Manifest,
     PerRankValue,
     ShardFile,
     Tensor,
@@ -37,9 +42,9 @@ from milepost.core.manifest import (
     new_manifest,
     shard_name,
 )
+from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer
-from milepost.data.write import EntryToWrite, Written, write_shard
 from milepost.errors import (
     CheckpointError,
     InvalidRequest,
@@ -49,9 +54,14 @@ from milepost.errors import (
     SaveConflict,
     StorageError,
 )
+from milepost.events.operation import moved
 from milepost.store import Store
 from milepost.store.base import CLAIM
 from milepost.version import __version__
+
+if TYPE_CHECKING:
+    from milepost.data.tally import Tally
+    from milepost.data.write import EntryToWrite, Written
 
 _log = logging.getLogger("milepost")
 MAX_GENERATION = 99_999_999
@@ -75,6 +85,9 @@ class Contents:
     values: tuple[Value, ...]
     per_rank: tuple[PerRankValue, ...]
     files: tuple[ShardFile, ...]
+    timings: tuple[PhaseTime, ...] = ()
+    statistics: tuple[TensorStatistics, ...] = ()
+    health: Health | None = None
 
 
 def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
@@ -113,13 +126,17 @@ def _newest_attempt(store: Store) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator, which `decides`, commits."""
+    """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator, which `decides`, commits.
+
+    `files_of`: the ranks whose files this process writes, where it is not only its own: in a copy.
+    """
 
     store: Store
     aim: Aim
     rank: int
     world: int
     decides: bool = False
+    files_of: tuple[int, ...] = ()
 
     def again(self) -> "Attempt":
         """The same attempt under another id, for data that is written once more.
@@ -132,14 +149,25 @@ class Attempt:
 
     def write(
         self,
-        entries: list[EntryToWrite],
+        entries: "list[EntryToWrite]",
         transfer: Transfer,
         meter: Meter,
         released: Callable[[], None] = lambda: None,
-    ) -> Written:
+        tally: "Tally | None" = None,
+    ) -> "Written":
         """Write this rank's shard file and make it durable; see `write_shard`. Raises SaveConflict or StorageError."""
+        from milepost.data.write import write_shard  # noqa: PLC0415  # imports torch, which a copy does without
+
+        with self.writing():
+            written = write_shard(self.store, self.aim.save_id, self.rank, entries, transfer, meter, released, tally)
+            moved(written.data_bytes)
+            return written
+
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[None]:
+        """Inside, files of this attempt are written. Turns errors of the store into SaveConflict or StorageError."""
         try:
-            return write_shard(self.store, self.aim.save_id, self.rank, entries, transfer, meter, released)
+            yield
         except CheckpointError:
             raise
         except FileNotFoundError as error:
@@ -158,7 +186,6 @@ class Attempt:
 
         An error after which the checkpoint may exist all the same is marked, so that no rank removes its data.
         """
-        replaced = indices_beside(self.store)
         manifest = new_manifest(
             *self.aim,
             datetime.now(UTC).isoformat(timespec="seconds"),
@@ -171,8 +198,21 @@ class Attempt:
             values=contents.values,
             per_rank=contents.per_rank,
             files=contents.files,
-            replaced=replaced,
+            replaced=indices_beside(self.store),
+            timings=contents.timings,
+            statistics=contents.statistics,
+            health=contents.health,
         )
+        self._publish(manifest)
+
+    def commit_copy(self, original: Manifest, files: tuple[ShardFile, ...]) -> None:
+        """Like `commit`, of all that another manifest says: a copy was made when, and by whom, its original was."""
+        generation, save_id = self.aim
+        replaced = indices_beside(self.store)
+        told = {"generation": generation, "save_id": save_id, "files": files, "replaced": replaced}
+        self._publish(structs.replace(original, **told))
+
+    def _publish(self, manifest: Manifest) -> None:
         try:
             names = publish(self.store, manifest)
             retire(self.store, manifest)
@@ -213,9 +253,11 @@ class Attempt:
 
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""
-        name = shard_name(self.aim.save_id, self.rank)
+        names = [shard_name(self.aim.save_id, rank) for rank in self.files_of or (self.rank,)]
         try:
-            self.store.delete(*(self.store.list(name) if self.store.traits.part_bytes else [name]))
+            if self.store.traits.part_bytes:
+                names = list(self.store.list(f"data/{self.aim.save_id}/" if self.files_of else names[0]))
+            self.store.delete(*names)
         except (OSError, CheckpointError) as error:
             _log.warning(
                 "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error

@@ -233,11 +233,11 @@ def _read_manifest_once(store: Store, generation: int) -> bytes | None:
 
 
 @CollectionPaused()
-def parse(url: str, generation: int, data: bytes) -> Manifest:
-    """Check and parse a manifest's bytes, with errors that say where it is."""
+def parse(url: str, generation: int, data: bytes, unsealed: Callable[[bytes], Manifest] = unseal) -> Manifest:
+    """Check and parse a manifest's bytes, with errors that say where it is. `unsealed`: or `unseal_brief`."""
     where = f"{url}/{manifest_name(generation)}"
     try:
-        manifest = unseal(data)
+        manifest = unsealed(data)
     except LookupError as error:
         raise UnsupportedFormat(f"{where}: {error.args[0]}. Update Milepost to read it.") from None
     except ValueError as error:
@@ -255,7 +255,7 @@ def look_whole(place: Store) -> Manifest:
     Reads no data; `Checkpoint.verify` does. Raises CheckpointNotFound or CheckpointDamaged.
     """
     manifest = parse(place.url, *find(place))
-    _look_at_files(place, manifest)
+    look_at_files(place, manifest)
     return manifest
 
 
@@ -281,7 +281,7 @@ def missing_objects(place: Store, manifest: Manifest) -> dict[int, str]:
     return {rank: name for rank, name in first.items() if name}
 
 
-def _look_at_files(place: Store, manifest: Manifest) -> None:
+def look_at_files(place: Store, manifest: Manifest) -> None:
     """Raise CheckpointDamaged if a file is missing or has another size than was saved."""
     if place.traits.is_current and place.traits.part_bytes:  # objects are there whole, or not at all
         for name in missing_objects(place, manifest).values():
@@ -308,7 +308,7 @@ def _look_at_files(place: Store, manifest: Manifest) -> None:
 def _fault_of(store: Store, generation: int, data: bytes) -> str:
     """Why a generation is not whole; empty if it looks whole. Other errors are left to those who use it."""
     try:
-        _look_at_files(store, parse(store.url, generation, data))
+        look_at_files(store, parse(store.url, generation, data))
     except CheckpointDamaged as error:
         return str(error)
     except CheckpointError:

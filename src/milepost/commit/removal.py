@@ -34,6 +34,7 @@ from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
+from milepost.events.operation import Operation, operating, phasing
 from milepost.store import Store
 
 _log = logging.getLogger("milepost")
@@ -42,11 +43,16 @@ LATE_S = 3600.0
 """A request that was sent so long ago takes effect no more: S3 and Azure refuse one after 15 minutes."""
 
 
-def remove_checkpoint(place: Store) -> str:
+def remove_checkpoint(place: Store, *, step: int | None = None) -> str:
     """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use.
 
-    Gives the name of the marker, which stays in an object store; see `forget_removal`.
+    Gives the name of the marker, which stays in an object store; see `forget_removal`. `step`: for those who listen.
     """
+    with operating("remove", place.url, step=step) as operation, phasing("removing"):
+        return _remove(place, operation)
+
+
+def _remove(place: Store, operation: Operation) -> str:
     generation, data, _, names = newest(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest, names)
@@ -59,13 +65,15 @@ def remove_checkpoint(place: Store) -> str:
         _clear(place, manifest_name(generation), f"data/{manifest.save_id}/")
     else:
         finish_removal(place, [marker])
+    operation.remove(generation, sum(file.size_bytes for file in manifest.files))
     return marker
 
 
-def remove_unfinished(place: Store) -> str | None:
+def remove_unfinished(place: Store, *, step: int | None = None) -> str | None:
     """Remove the data of saves that never finished, where there is no checkpoint. No save may be under way there.
 
     Gives the name of the marker that stays in an object store: a manifest of theirs that comes late is no checkpoint.
+    `step`: for those who listen.
     """
     names = names_at(place)
     aims = {name: intended_generation(name.split("/")[1]) or 0 for name in place.list("data/")}
@@ -76,12 +84,13 @@ def remove_unfinished(place: Store) -> str | None:
         return None  # the listing is old: it was committed
     newest_data = max(data, key=aims.__getitem__)
     marker = manifest_name(aims[newest_data]) + REMOVED
-    if place.traits.is_current:
-        with suppress(AlreadyExists):  # by a request whose reply was lost, or another job removes it too
-            place.create(marker, newest_data.split("/")[1].encode())
-    else:  # a manifest that was taken back must not come back after a power cut, when its data is gone
-        place.delete(f"{marker}.none", durable=True)
-    place.delete(*data, *(name for name in names if name.startswith("manifest-")))
+    with operating("remove", place.url, step=step), phasing("removing"):
+        if place.traits.is_current:
+            with suppress(AlreadyExists):  # by a request whose reply was lost, or another job removes it too
+                place.create(marker, newest_data.split("/")[1].encode())
+        else:  # a manifest that was taken back must not come back after a power cut, when its data is gone
+            place.delete(f"{marker}.none", durable=True)
+        place.delete(*data, *(name for name in names if name.startswith("manifest-")))
     return marker
 
 

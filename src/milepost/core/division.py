@@ -8,10 +8,9 @@ Where replicas may differ, nothing is split: `keep_one` chooses the replica that
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES, size_bytes
@@ -21,6 +20,10 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 from milepost.core.shardfile import entry_name
 from milepost.core.table import TensorRow
+
+if TYPE_CHECKING:  # numpy takes as long to import as a whole command of the command line
+    import numpy as np
+    import numpy.typing as npt
 
 
 class PlannedWrite(msgspec.Struct, frozen=True, gc=False):
@@ -102,6 +105,8 @@ def _keep_one_of_boxes(layout: Boxes) -> Boxes:
 
 def _take_turns(rows: list[TensorRow], layouts: Mapping[str, Layout], world: int) -> dict[str, tuple[int, int]]:
     """(parts, turn) for each tensor."""
+    import numpy as np  # noqa: PLC0415
+
     load = np.zeros(world, dtype=np.int64)
     turns: dict[str, tuple[int, int]] = {}
     by_layout: dict[Whole | Grid, list[TensorRow]] = {}
@@ -117,13 +122,15 @@ def _take_turns(rows: list[TensorRow], layouts: Mapping[str, Layout], world: int
 
 
 def _deal_out(
-    groups: npt.NDArray[np.int64], rows: list[TensorRow], load: npt.NDArray[np.int64]
+    groups: "npt.NDArray[np.int64]", rows: list[TensorRow], load: "npt.NDArray[np.int64]"
 ) -> dict[str, tuple[int, int]]:
     """(parts, turn) for the tensors of one layout: parts go round the replicas, the largest first.
 
     Starts with the replica that has the least to write so far, and adds the bytes of each to `load`. In the end no two
     replicas differ by more than the largest part.
     """
+    import numpy as np  # noqa: PLC0415
+
     copies = groups.shape[1]
     if copies == 1:
         load[groups] += sum(size_bytes(r.dtype, r.shape) for r in rows) // len(groups)
@@ -146,7 +153,7 @@ def _deal_out(
     return turns
 
 
-def _take_turn_boxes(layout: Boxes, item_bytes: int, load: npt.NDArray[np.int64]) -> tuple[int, int]:
+def _take_turn_boxes(layout: Boxes, item_bytes: int, load: "npt.NDArray[np.int64]") -> tuple[int, int]:
     """The same for an explicit list, whose holders already take turns from box to box."""
     largest = max((h.box.elements for h in layout.held), default=0) * item_bytes
     copies = max((len(h.holders) for h in layout.held), default=1)

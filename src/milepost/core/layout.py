@@ -15,16 +15,19 @@ import itertools
 import math
 from collections.abc import Iterator
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
-from milepost.core.box import Box, Shape
+from milepost.core.box import Box, Shape, strides_of
 from milepost.core.limits import MAX_BOXES, MAX_DIMS, MAX_RANKS, MAX_STRIDE
 from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 from milepost.core.spans import Span, Steps, meeting, spans_of
 from milepost.core.tiling import find_gap
+
+if TYPE_CHECKING:  # numpy takes as long to import as a whole command of the command line
+    import numpy as np
+    import numpy.typing as npt
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
@@ -78,8 +81,10 @@ class Whole(msgspec.Struct, frozen=True, gc=False, tag="whole", tag_field="kind"
         if box.intersect(region) is not None:
             yield Held(box, self.ranks)
 
-    def replicas(self) -> npt.NDArray[np.int64]:
+    def replicas(self) -> "npt.NDArray[np.int64]":
         """One row for each group of ranks that hold the same; here one row."""
+        import numpy as np  # noqa: PLC0415
+
         return np.asarray([unpack_ranks(self.ranks)], dtype=np.int64)
 
 
@@ -103,17 +108,16 @@ class Mesh(msgspec.Struct, frozen=True):
         """A mesh of these ranks, in row-major order."""
         return cls(shape, pack_ranks(ranks))
 
-    @property
-    def array(self) -> npt.NDArray[np.int64]:
-        """The ranks as an array of the mesh's shape."""
-        return _mesh_array(self.shape, self.ranks)
-
     def coordinate(self, rank: int) -> Shape | None:
         """Where `rank` stands, or None if it is not in the mesh."""
         index = positions(self.ranks).get(rank)
         if index is None:
             return None
-        return tuple(int(i) for i in np.unravel_index(index, self.shape))
+        where = []
+        for size in reversed(self.shape):
+            index, i = divmod(index, size)
+            where.append(i)
+        return tuple(reversed(where))
 
 
 class Cut(msgspec.Struct, frozen=True, array_like=True):
@@ -212,12 +216,12 @@ class Grid(msgspec.Struct, frozen=True, tag="grid", tag_field="kind"):
             box = Box(tuple(a for (a, _), _ in choice), tuple(b - a for (a, b), _ in choice))
             yield Held(box, _copies(self.mesh, self.cuts, tuple(where)))
 
-    def replicas(self) -> npt.NDArray[np.int64]:
+    def replicas(self) -> "npt.NDArray[np.int64]":
         """One row for each group of ranks that hold the same boxes; a row's order is the order of its turns."""
         cutting = [axis for axis, cut in enumerate(self.cuts) if cut is not None]
         copying = [axis for axis, cut in enumerate(self.cuts) if cut is None]
         copies = math.prod(self.mesh.shape[axis] for axis in copying)
-        return self.mesh.array.transpose(cutting + copying).reshape(-1, copies)
+        return _mesh_array(self.mesh.shape, self.mesh.ranks).transpose(cutting + copying).reshape(-1, copies)
 
     def _axes(self, dim: int) -> tuple[int, ...]:
         return tuple(axis for axis, cut in enumerate(self.cuts) if cut is not None and cut.dim == dim)
@@ -275,8 +279,20 @@ def stack(grids: list[Grid]) -> Grid | None:
 @lru_cache(maxsize=65536)
 def _copies(mesh: Mesh, cuts: tuple[Cut | None, ...], coordinate: Shape) -> str:
     """The ranks that hold the same as the one at `coordinate`: all along the copying axes, as text."""
-    where = tuple(i if cut is not None else slice(None) for i, cut in zip(coordinate, cuts, strict=True))
-    return pack_ranks(np.atleast_1d(mesh.array[where]).reshape(-1).tolist())
+    ranks, first = unpack_ranks(mesh.ranks), 0
+    for i, cut, stride in zip(coordinate, cuts, strides_of(mesh.shape), strict=True):
+        first += i * stride if cut is not None else 0
+    return pack_ranks(ranks[first + further] for further in _along_copies(mesh.shape, cuts))
+
+
+@lru_cache(maxsize=256)
+def _along_copies(shape: Shape, cuts: tuple[Cut | None, ...]) -> tuple[int, ...]:
+    """How much further in a mesh's list the ranks stand that differ from one only along copying axes, in order."""
+    found = [0]
+    for size, cut, stride in zip(shape, cuts, strides_of(shape), strict=True):
+        if cut is None:
+            found = [start + i * stride for start in found for i in range(size)]
+    return tuple(found)
 
 
 def _pieces_of(spans: list[tuple[Span, ...]]) -> Iterator[Piece]:
@@ -294,7 +310,9 @@ def _pieces_of(spans: list[tuple[Span, ...]]) -> Iterator[Piece]:
 
 
 @lru_cache(maxsize=256)
-def _mesh_array(shape: Shape, ranks: str) -> npt.NDArray[np.int64]:
+def _mesh_array(shape: Shape, ranks: str) -> "npt.NDArray[np.int64]":
+    import numpy as np  # noqa: PLC0415
+
     array = np.asarray(unpack_ranks(ranks), dtype=np.int64).reshape(shape)
     array.flags.writeable = False
     return array

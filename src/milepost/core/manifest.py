@@ -12,11 +12,13 @@ import msgspec
 import xxhash
 
 from milepost.core.box import Shape, check_shape
-from milepost.core.dtypes import DTYPES, size_bytes
+from milepost.core.dtypes import COMPLEX, DTYPES, size_bytes
+from milepost.core.history import PhaseTime, check_timings
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import FileParts, check_block_bytes, data_bytes_of
+from milepost.core.statistics import Health, TensorStatistics, check_statistics
 from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow, is_dict
 from milepost.core.wire import Wire
 
@@ -32,7 +34,8 @@ _SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
 _SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
-_OPTIONAL = "replaced"
+_OPTIONAL = ("replaced", "timings", "statistics", "health")
+"""The fields that are left out where they are empty."""
 
 
 class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
@@ -67,6 +70,17 @@ class Tensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
     def size_bytes(self) -> int:
         """How many bytes all its elements take."""
         return size_bytes(self.dtype, self.shape)
+
+    @property
+    def numbers(self) -> int:
+        """How many numbers all its elements have: two for each complex one."""
+        return math.prod(self.shape) * (2 if self.dtype in COMPLEX else 1)
+
+    @property
+    def has_statistics(self) -> bool:
+        """Whether it has numbers of its own: not bytes, not the same as another, and not two numbers in a byte."""
+        other = self.same_as or self.transforms or self.dtype == "float4_e2m1fn_x2"
+        return not other and self.kind in ("tensor", "numpy")
 
 
 class Value(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -123,6 +137,9 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_rank: tuple[PerRankValue, ...]
     files: tuple[ShardFile, ...]
     replaced: tuple[ReplacedIndex, ...] = ()
+    timings: tuple[PhaseTime, ...] = ()
+    statistics: tuple[TensorStatistics, ...] = ()
+    health: Health | None = None
 
     def file_name(self, rank: int) -> str:
         """The name of the shard file that `rank` wrote."""
@@ -169,7 +186,7 @@ def seal(manifest: Manifest) -> bytes:
     lines = []
     for name in Manifest.__struct_fields__:
         field = getattr(manifest, name)
-        if name == _OPTIONAL and not field:
+        if name in _OPTIONAL and not field:
             continue
         if isinstance(field, tuple):
             # A row on a line: JSON has no raw newline inside a row.
@@ -194,6 +211,12 @@ def is_sealed(data: bytes) -> bool:
     return match is not None and xxhash.xxh3_64(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode() == match[1]
 
 
+def may_be_unhealthy(data: bytes) -> bool:
+    """Whether the bytes of a manifest can have a verdict that is not good, without parsing them."""
+    # A field has a line of its own, and no text has a raw newline in it.
+    return b'\n"health": ' in data and b'\n"health": {"ok":true' not in data
+
+
 def unseal(data: bytes) -> Manifest:
     """Check and parse the bytes of a manifest file. Raises ValueError for damage, LookupError for a newer version."""
     if len(data) > MAX_MANIFEST_BYTES:
@@ -209,6 +232,31 @@ def unseal(data: bytes) -> Manifest:
         raise ValueError("it is nested too deeply") from None
     except ValueError as error:
         # It may quote a number or a name of any length.
+        raise ValueError(str(error)[:_MESSAGE_LETTERS]) from None
+    return manifest
+
+
+def unseal_brief(data: bytes) -> Manifest:
+    """Like `unseal`, but quick: without tensors, tree and values, which are neither parsed nor checked.
+
+    For those who look at a thousand manifests and want to know who wrote them, when and how much.
+    """
+    if not is_sealed(data):
+        raise ValueError("its checksum does not fit its content")
+    text = b"".join((memoryview(data)[:-_SEAL_BYTES], b"}"))
+    try:
+        _check_version(_HEAD.unpack(text))
+        brief = _BRIEF.unpack(text)
+        told = {name: getattr(brief, name) for name in brief.__struct_fields__}
+        manifest = Manifest(**told, layouts=(), tensors=(), tree=(), values=(), per_rank=())
+        if intended_generation(manifest.save_id) != manifest.generation or not 1 <= manifest.world <= MAX_RANKS:
+            raise ValueError("its save id does not belong to its generation, or it names impossible ranks")
+        check_block_bytes(manifest.block_bytes)
+        _check_files(manifest, 0)
+        check_timings(manifest.timings, manifest.world)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except ValueError as error:
         raise ValueError(str(error)[:_MESSAGE_LETTERS]) from None
     return manifest
 
@@ -235,7 +283,26 @@ class _Head(msgspec.Struct):
     version: int
 
 
+class _Brief(msgspec.Struct):
+    """The fields of a manifest that say who wrote it, when and how much."""
+
+    format: str
+    version: int
+    generation: int
+    save_id: str
+    created: str
+    writer: str
+    world: int
+    block_bytes: int
+    metadata: Any
+    files: tuple[ShardFile, ...]
+    replaced: tuple[ReplacedIndex, ...] = ()
+    timings: tuple[PhaseTime, ...] = ()
+    health: Health | None = None
+
+
 _MANIFEST = Wire.json(Manifest)
+_BRIEF = Wire.json(_Brief)
 _HEAD = Wire.json(_Head)
 _ENCODER = msgspec.json.Encoder()
 
@@ -254,6 +321,9 @@ def check(manifest: Manifest) -> None:
     for per_rank in manifest.per_rank:
         _check_holders(unpack_ranks(per_rank.ranks), manifest.world)
     _check_files(manifest, held_bytes)
+    check_timings(manifest.timings, manifest.world)
+    if manifest.statistics:
+        check_statistics(manifest.statistics, {tensor.key: tensor for tensor in manifest.tensors})
 
 
 def _check_tensors(manifest: Manifest) -> int:

@@ -5,8 +5,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from milepost.errors import InvalidRequest
 
 _LONGEST_S = 1e9
@@ -24,19 +22,32 @@ def _or_none(rule: _Permitted) -> _Permitted:
     return _Permitted(lambda value: value is None or rule.holds(value), f"{rule.words}, or None")
 
 
+_PLAIN = {bool, int, float, str, type(None)}
+
+
 def _is_flag(value: Any) -> bool:
-    return isinstance(value, (bool, np.bool_))
+    return isinstance(value, bool) or _is_numpy(value, "bool_")
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float, np.integer, np.floating)) and not _is_flag(value) and math.isfinite(value)
+    known = isinstance(value, (int, float)) or _is_numpy(value, "integer", "floating")
+    return known and not _is_flag(value) and math.isfinite(value)
+
+
+def _is_numpy(value: Any, *kinds: str) -> bool:
+    """Whether a value is a scalar of numpy of one of these kinds. Does not import numpy to find that it is none."""
+    if type(value) in _PLAIN or not any(base.__module__ == "numpy" for base in type(value).__mro__):
+        return False
+    import numpy as np  # noqa: PLC0415  # it takes as long to import as a command of the command line runs
+
+    return isinstance(value, tuple(getattr(np, kind) for kind in kinds))
 
 
 def _whole(least: int | None = None) -> _Permitted:
     """A whole number. Without `least`, those who use it check its range, and say why."""
 
     def holds(value: Any) -> bool:
-        if not isinstance(value, (int, np.integer)) or _is_flag(value):
+        if not (isinstance(value, int) or _is_numpy(value, "integer")) or _is_flag(value):
             return False
         return least is None or bool(value >= least)
 
@@ -55,6 +66,10 @@ def _is_optimizer(value: Any) -> bool:
     return all(hasattr(one, "param_groups") and hasattr(one, "register_step_pre_hook") for one in many)
 
 
+def _is_rule(value: Any) -> bool:
+    return callable(value) and not isinstance(value, type)
+
+
 _FLAG = _Permitted(_is_flag, "True or False")
 _SECONDS = _Permitted(lambda value: _is_number(value) and 0 < value <= _LONGEST_S, "a number of seconds, more than 0")
 _FUNCTION = _or_none(_Permitted(callable, "a function"))
@@ -68,11 +83,16 @@ _RENAME = _or_none(_Permitted(lambda value: callable(value) or isinstance(value,
 
 _RULES: dict[str, _Permitted] = {
     **dict.fromkeys(("overwrite", "compare_replicas", "reduce_partial", "allow_pickle", "drop_values"), _FLAG),
-    **dict.fromkeys(("allow_missing", "allow_unexpected", "verify", "direct", "no_dist"), _FLAG),
+    **dict.fromkeys(
+        ("allow_missing", "allow_unexpected", "allow_unhealthy", "verify", "direct", "no_dist", "values", "newest"),
+        _FLAG,
+    ),
     **dict.fromkeys(("share_reads", "verify_first"), _or_none(_FLAG)),
     **dict.fromkeys(("host_memory_bytes", "threads", "block_bytes"), _whole()),
     **dict.fromkeys(("max_shard_bytes", "size"), _whole(1)),
     **dict.fromkeys(("keep_last", "keep_every", "keep_best"), _or_none(_whole(1))),
+    "statistics": _Permitted(lambda value: _is_flag(value) or value == "histogram", 'True, False or "histogram"'),
+    "healthy": _Permitted(lambda value: _is_flag(value) or _is_rule(value), "True, False or a function"),
     "convert_dtype": _Permitted(lambda value: _is_flag(value) or value == "lossy", 'True, False or "lossy"'),
     "coordinator_rank": _whole(0),
     "staging_bytes": _or_none(_whole(0)),
@@ -85,12 +105,14 @@ _RULES: dict[str, _Permitted] = {
     "rename": _RENAME,
     "file_name": _FILE_NAME,
     "best": _TEXT,
+    "keys": _Permitted(lambda value: isinstance(value, str), "a pattern, as text"),
 }
 
 
 _DEFAULTS = {
-    **dict.fromkeys(("overwrite", "compare_replicas", "verify"), True),
+    **dict.fromkeys(("overwrite", "compare_replicas", "verify", "allow_unhealthy"), True),
     **dict.fromkeys(("reduce_partial", "allow_pickle", "allow_missing", "allow_unexpected", "convert_dtype"), False),
+    **dict.fromkeys(("statistics", "healthy"), False),
     "on_difference": "error",
 }
 """The defaults of options that are not None or empty by default."""

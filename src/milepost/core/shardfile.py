@@ -21,7 +21,7 @@ import xxhash
 
 from milepost.core.box import Box, Shape, check_shape
 from milepost.core.dtypes import DTYPES, STORED_SIZES, size_bytes
-from milepost.core.limits import MAX_BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, PAGE_BYTES
+from milepost.core.limits import BLOCK_BYTES, MAX_BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, PAGE_BYTES
 from milepost.core.wire import Wire
 
 CHECKSUMS = "@checksums"
@@ -161,6 +161,16 @@ class FileParts:
         return max(offset - self.header_bytes, 0) // self.part_bytes
 
 
+def file_order(dtype: str, size_bytes: int) -> tuple[int, bool]:
+    """The key by which entries are sorted in a file: wide elements first, and entries shorter than a block last.
+
+    Wide first, because then each entry is aligned to its element size without padding, which the format lacks. Short
+    ones together, because then few blocks hold several entries: whoever compares two files by their checksums has to
+    read such blocks to see which of the entries changed.
+    """
+    return -DTYPES[dtype].size_bytes, size_bytes < BLOCK_BYTES
+
+
 def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) -> tuple[bytes, Header]:
     """The bytes of a header for these entries, in this order, and what they say."""
     entries: dict[str, Entry] = {}
@@ -173,9 +183,14 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) ->
     if len(entries) != len(new):
         raise ValueError("two entries of one shard file have one name")
     blocks = block_count(position, block_bytes)
-    table = Entry("U64", (blocks,), (position, position + 8 * blocks))
-    record = {NOTES: notes, **entries, CHECKSUMS: table}
-    text = msgspec.json.encode(record)
+    entries[CHECKSUMS] = Entry("U64", (blocks,), (position, position + 8 * blocks))
+    data = encode_header(entries, notes)
+    return data, Header(entries, notes, len(data), position, 8 * blocks)
+
+
+def encode_header(entries: dict[str, Entry], notes: dict[str, str]) -> bytes:
+    """The bytes of a header of these entries, whose last is the table, padded to whole pages."""
+    text = msgspec.json.encode({NOTES: notes, **entries})
     if count_entries(text) > MAX_ENTRIES:
         raise ValueError(
             f"{count_entries(text)} entries are more than the {MAX_ENTRIES} that a file may have (a brace in a key "
@@ -186,8 +201,7 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) ->
         raise ValueError(
             f"a header of {length} bytes is more than a safetensors file may have; save fewer tensors a rank"
         )
-    data = struct.pack("<Q", length - 8) + text.ljust(length - 8)
-    return data, Header({**entries, CHECKSUMS: table}, notes, length, position, 8 * blocks)
+    return struct.pack("<Q", length - 8) + text.ljust(length - 8)
 
 
 def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:

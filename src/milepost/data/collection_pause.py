@@ -7,7 +7,7 @@ import threading
 from contextlib import ContextDecorator
 from types import TracebackType
 
-from milepost.comm.caller import Caller
+from milepost.core.caller import Caller
 
 _lock = threading.Lock()
 _pauses: dict[int, Caller] = {}

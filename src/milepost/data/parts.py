@@ -8,6 +8,7 @@ from milepost.core.limits import MIB
 from milepost.core.shardfile import FilePart, FileParts
 from milepost.errors import CheckpointDamaged, StorageError
 from milepost.store import Reader, Store
+from milepost.store.base import OneWayReader
 
 MAYBE_REPLACED = "If a newer save replaced this checkpoint, or it was removed, open one again."
 _KEPT = 4
@@ -33,7 +34,7 @@ def _sized(store: Store, part: FilePart) -> Reader:
     return reader
 
 
-class SmallReader:
+class SmallReader(OneWayReader):
     """An object that is read as a whole, once."""
 
     def __init__(self, inner: Reader) -> None:
@@ -53,15 +54,6 @@ class SmallReader:
         for view in views:
             view[:] = self._data[offset : offset + len(view)]
             offset += len(view)
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        """Never: it is in memory."""
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        """Like `read`."""
-        self.read(offset, [block])
 
     def close(self) -> None:
         """Close the object."""

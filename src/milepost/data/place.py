@@ -27,6 +27,7 @@ from milepost.data.read import MAX_OPEN, Files, VerifiedFile
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, restored
 from milepost.errors import CheckpointDamaged, StateMismatch
+from milepost.events.operation import moved
 from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.tensors import dtype_name, torch_dtype
 
@@ -112,6 +113,7 @@ def place_all(
         return _Placer(Block(size, pinned), transfer.direct, verify, meter)
 
     run_all(chain([first], jobs), make_worker, threads, meter, apart=remote)
+    moved(total)
 
 
 def _opened(files: Files, ranks: list[int]) -> Iterator[int]:

@@ -43,14 +43,16 @@ class ProgressBar:
 
     def _start(self, progress: Progress) -> None:
         self._drawing = Drawing(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # a path may hold what looks like markup
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
             TimeRemainingColumn(),
             console=self._console,
         )
-        self._task = self._drawing.add_task(f"{progress.action} {progress.url}", total=progress.total_bytes)
+        # The name of a folder may hold anything, and a terminal obeys some of it.
+        where = "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in progress.url)
+        self._task = self._drawing.add_task(f"{progress.action} {where}", total=progress.total_bytes)
         self._drawing.start()
 
     def close(self) -> None:

@@ -6,12 +6,11 @@ against the table, where it was read to.
 
 import contextlib
 import logging
+import sys
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-
-import numpy as np
-import numpy.typing as npt
 
 from milepost.core.box import Shape
 from milepost.core.division import PlannedRead
@@ -72,7 +71,7 @@ class VerifiedFile:
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} {what}. {MAYBE_REPLACED}") from None
 
-    def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, npt.NDArray[np.uint64]]":
+    def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, array[int]]":
         """Header and table of checksums, checked against the manifest."""
         head, table = self._head_and_table(record)
         if self.traits.requests and seal_of(head, table) != record.checksum:
@@ -87,7 +86,7 @@ class VerifiedFile:
             raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
         if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
-        return header, np.frombuffer(table, dtype="<u8")
+        return header, _checksums_in(table)
 
     def _open_again(self, what: str) -> None:
         """Prepare to read once more what is not as it was saved. Other threads go on with the reader that they have."""
@@ -105,6 +104,11 @@ class VerifiedFile:
         at_once = 2 if self.traits.requests and len(self.parts) > 1 else 1  # one round trip for both
         head, table = side_by_side(lambda one: self._bytes(*one), wanted, at_once)
         return head, table
+
+    @property
+    def checksums(self) -> "array[int]":
+        """The checksum of each block of the data, as it was saved. Not to be changed."""
+        return self._sums
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
@@ -216,11 +220,13 @@ class VerifiedFile:
             for i in self._still_damaged(start, [block]):
                 found[i] = Damage(self.name, f"block {i}: {self._explain(i)}", tuple(self.entries_in(i)))
 
-        self._read_through(look, transfer, meter)
+        self.read_through(look, transfer, meter, verify=False)
         return [found[i] for i in sorted(found)]
 
-    def _read_through(self, look: Callable[[int, memoryview], None], transfer: Transfer, meter: Meter) -> None:
-        """Read all data, block by block and unverified, and call `look` with each, from several threads."""
+    def read_through(
+        self, look: Callable[[int, memoryview], None], transfer: Transfer, meter: Meter, *, verify: bool = True
+    ) -> None:
+        """Read all data, block by block, and call `look` with each, from several threads. Raises CheckpointDamaged."""
         total, transfer = self.header.data_bytes, transfer.to_read(self.traits)
         size = -(-transfer.block_bytes // self.block_bytes) * self.block_bytes
 
@@ -229,7 +235,7 @@ class VerifiedFile:
 
             def read(start: int) -> None:
                 block = memory[: min(size, total - start)]
-                self.read(start, [block], verify=False)
+                self.read(start, [block], verify=verify)
                 look(start, block)
                 meter.add(len(block))
 
@@ -241,6 +247,14 @@ class VerifiedFile:
     def close(self) -> None:
         """Close the file."""
         self.reader.close()
+
+
+def _checksums_in(table: bytes) -> "array[int]":
+    """The numbers of a table. An array, since numpy takes as long to import as a whole command of the command line."""
+    found = array("Q", table)
+    if sys.byteorder == "big":
+        found.byteswap()
+    return found
 
 
 def read_bytes(reader: Reader, start: int, count: int) -> bytes:

@@ -13,10 +13,12 @@ from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.core.option_values import check_values
 from milepost.data.threads import Crew, Latch
 from milepost.errors import InvalidRequest, SaveCancelled
+from milepost.events.operation import carried
 from milepost.store import Traits
 from milepost.store.stopping import stopping_when
 
 J = TypeVar("J")
+Action = Literal["save", "load", "verify", "diff", "copy", "stats"]
 HOST_MEMORY_BYTES = 512 * MIB
 """What a save or load may use beyond the state itself, unless the caller says otherwise."""
 MAX_THREADS = 256
@@ -127,7 +129,7 @@ def limited_transfer(transfer: Transfer | None, host_memory_bytes: int = HOST_ME
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a save, load or verification is, on the coordinator and for its own part of the bytes.
+    """How far a save, load, verification, comparison or copy is, on the coordinator and for its own part of the bytes.
 
     >>> reports = []
     >>> _ = milepost.save({"w": torch.ones(3)}, "memory://watched", progress=reports.append)
@@ -135,7 +137,7 @@ class Progress:
     ('save', 12, 12)
     """
 
-    action: Literal["save", "load", "verify"]
+    action: Action
     url: str
     done_bytes: int
     total_bytes: int
@@ -166,7 +168,7 @@ class Meter:
 
     def __init__(
         self,
-        action: Literal["save", "load", "verify"],
+        action: Action,
         url: str,
         watcher: Watcher | None = None,
         cancelled: Latch | None = None,
@@ -264,7 +266,7 @@ def run_all(
             queue.stop(error)
 
     # Where the system gives no more threads (a limit, or the interpreter is ending), fewer do all the work.
-    others = Crew(lambda: work(_no_watch), "milepost", threads if apart else threads - 1, daemon=True)
+    others = Crew(carried(lambda: work(_no_watch)), "milepost", threads if apart else threads - 1, daemon=True)
     try:
         if not others.start() or not apart:
             work(meter.report if meter is not None else _no_watch)

@@ -8,42 +8,43 @@ cache, and writes them. So copying, checksumming and writing of different blocks
 blocks that the workers own.
 """
 
-import contextlib
 import ctypes
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TypeVar
 
 import msgspec
 import numpy as np
 import torch
 
-from milepost.core.dtypes import DTYPES
 from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
-from milepost.core.shardfile import FilePart, FileParts, Header, NewEntry, make_header, seal_of, sums_of
+from milepost.core.shardfile import FileParts, Header, NewEntry, file_order, make_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
+from milepost.data.new_files import committed, create_part, is_there, start_file
+from milepost.data.tally import TalliedEntry, Tally
 from milepost.data.transfer import Meter, Transfer, run_all
 from milepost.errors import AlreadyExists, InvalidState
-from milepost.store import Store, Writer
-from milepost.store.base import Buffer
+from milepost.store import Store
 
-W = TypeVar("W", bound=Writer)
 _BY_REFERENCE = 64 * KIB
 """Shorter pieces are gathered, so that thousands of tensors do not mean thousands of requests."""
 
 
 class EntryToWrite(msgspec.Struct, frozen=True, gc=False):
-    """An entry to write, with its data or the source of it. `live`: the caller waits to change that memory."""
+    """An entry to write, with its data or the source of it. `live`: the caller waits to change that memory.
+
+    `tensor`: the number of its tensor, under which statistics are collected; -1: none.
+    """
 
     header: NewEntry
     data: EntryData
     live: bool = False
+    tensor: int = -1
 
 
 class Written(msgspec.Struct, frozen=True):
@@ -51,19 +52,6 @@ class Written(msgspec.Struct, frozen=True):
 
     file: ShardFile | None
     data_bytes: int
-
-
-@contextlib.contextmanager
-def committed(writer: W) -> Iterator[W]:
-    """Commit the file at the end of the block. On any error nothing of it remains, except after AlreadyExists."""
-    try:
-        yield writer
-        writer.commit()
-    except AlreadyExists:
-        raise  # perhaps by this very commit; the caller looks
-    except BaseException:
-        writer.abort()
-        raise
 
 
 def write_shard(
@@ -74,16 +62,17 @@ def write_shard(
     transfer: Transfer,
     meter: Meter,
     released: Callable[[], None] = lambda: None,
+    tally: Tally | None = None,
 ) -> Written:
     """Write one shard file and make it durable. On any error nothing of it remains.
 
-    Live entries are written first. `released` is called once, from any thread, when they are no longer needed.
+    Live entries are written first. `released` is called once, from any thread, when they are no longer needed. `tally`
+    gets the statistics of what is written.
     """
     if not entries:
         released()
         return Written(None, 0)
-    # Wide elements first: then each entry is aligned to its element size without padding, which the format lacks.
-    entries = sorted(entries, key=lambda e: -DTYPES[e.header.dtype].size_bytes)
+    entries = sorted(entries, key=lambda e: file_order(e.header.dtype, e.header.size_bytes))
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
     try:
         with CollectionPaused():
@@ -92,7 +81,7 @@ def write_shard(
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
     name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, header.data_bytes)
-    source = _EntryBytes(entries, header, transfer.block_bytes)
+    source = _EntryBytes(entries, header, transfer.block_bytes, tally)
     part_bytes = 0
     if store.traits.part_bytes:
         part_bytes = transfer.block_bytes if header.data_bytes > transfer.block_bytes else 0
@@ -116,7 +105,7 @@ def _write_file(
     """Write the file in place, as one object, and give the table of its checksums."""
     header = source.header
     try:
-        with committed(_start(store, name, header.size_bytes, transfer.direct)) as writer:
+        with committed(start_file(store, name, header.size_bytes, transfer.direct)) as writer:
 
             def put(start: int, views: list[memoryview], sums: Callable[[], bytes]) -> None:
                 sums()  # first: then the bytes are in the processor's cache when they are written
@@ -129,7 +118,7 @@ def _write_file(
             writer.write(header.header_bytes + header.data_bytes, [table])
     except AlreadyExists:
         # Nobody else writes this name: the reply to this very commit was lost.
-        if not _is_there(store, name, header.size_bytes):
+        if not is_there(store, name, header.size_bytes):
             raise
     return table
 
@@ -152,42 +141,16 @@ def _write_parts(
         part = parts[start // transfer.block_bytes]
         before = [head] if start == 0 else []
         if len(parts) == 1:  # all data, so its checksums are the table
-            _create(store, part, [*before, *views, sums()])
+            create_part(store, part, [*before, *views, sums()])
         else:
-            _create(store, part, [*before, *views])
+            create_part(store, part, [*before, *views])
             sums()  # last: computing them would keep the other threads from starting their first requests
 
     threads = transfer.threads_for(source.header.data_bytes, 1, transfer.block_bytes)
     table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released, apart=True)
     if len(parts) > 1:
-        _create(store, parts[len(parts) - 1], [table])
+        create_part(store, parts[len(parts) - 1], [table])
     return table
-
-
-def _create(store: Store, part: FilePart, data: Sequence[Buffer]) -> None:
-    """Create one object. One of this name and size can only be our own, by a request whose reply was lost."""
-    try:
-        store.create(part.name, *data)
-    except AlreadyExists:
-        if not _is_there(store, part.name, part.size_bytes):
-            raise
-
-
-def _start(store: Store, name: str, size_bytes: int, direct: bool) -> Writer:
-    """Start a file. One of this name can only be our own, by a request whose reply was lost: it has no bytes yet."""
-    try:
-        return store.writer(name, size_bytes, direct=direct)
-    except AlreadyExists:
-        store.delete(name)
-        return store.writer(name, size_bytes, direct=direct)
-
-
-def _is_there(store: Store, name: str, size_bytes: int) -> bool:
-    try:
-        with contextlib.closing(store.reader(name)) as reader:
-            return reader.size_bytes == size_bytes
-    except FileNotFoundError:
-        return False
 
 
 class _Blocks:
@@ -215,6 +178,7 @@ class _Blocks:
         """
         starts, live = self._source.starts_of_blocks()
         release = _Countdown(live, released)
+        tally = self._source.tally
 
         def make_worker() -> Callable[["int | _Gathered"], None]:
             self._free.append(Block(min(self._size, self._total), self._source.pinned))
@@ -222,6 +186,8 @@ class _Blocks:
             def write(job: "int | _Gathered") -> None:
                 job = job if isinstance(job, _Gathered) else self._gather(job)
                 put(job.start, job.views, partial(self._sum, job))
+                if tally is not None:  # others write while this thread looks at what it has written
+                    tally.add(job.start, job.views)
                 meter.add(job.stop - job.start)
                 self._free.append(job.block)
                 release.count(job.start)
@@ -309,12 +275,15 @@ def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
 class _EntryBytes:
     """The data of all entries as one run of bytes."""
 
-    def __init__(self, entries: list[EntryToWrite], header: Header, block_bytes: int) -> None:
-        self.header, self._block_bytes = header, block_bytes
+    def __init__(self, entries: list[EntryToWrite], header: Header, block_bytes: int, tally: Tally | None) -> None:
+        self.header, self._block_bytes, self.tally = header, block_bytes, tally
         self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
         self.pieces = len(entries)
         self.late = any(isinstance(entry.data, LateTensor) for entry in entries)
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
+        if tally is not None:
+            found = zip(self._starts, entries, strict=True)
+            tally.begin([TalliedEntry(start, e.header.dtype, e.tensor) for start, e in found], header.data_bytes)
         self._data = [_made_for(entry, header, block_bytes) for entry in entries]
         self._addresses = [address_of(data) if isinstance(data, torch.Tensor) else 0 for data in self._data]
         self._run_ends = _run_ends(self._starts, self._addresses, header.data_bytes)

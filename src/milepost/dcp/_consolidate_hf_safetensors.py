@@ -14,7 +14,8 @@ from milepost.data.transfer import Meter, Transfer
 from milepost.dcp._engine.hf_names import SUFFIX, gen_file_name, local_path
 from milepost.dcp._engine.lent import lend
 from milepost.errors import CheckpointNotFound, InvalidRequest
-from milepost.formats.read.huggingface import SHARDED, read_files
+from milepost.formats.read.huggingface import read_files
+from milepost.formats.read.names import SHARDED
 from milepost.formats.read.virtual import Foreign, virtual
 from milepost.formats.write.export import runs_of
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together

@@ -22,7 +22,7 @@ from milepost.dcp._engine.hf_names import (
     gen_file_name,
 )
 from milepost.errors import CheckpointDamaged
-from milepost.formats.read.huggingface import INDEX
+from milepost.formats.read.names import INDEX
 
 _metadata_fn: str = INDEX
 

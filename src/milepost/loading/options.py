@@ -32,6 +32,8 @@ class LoadKeywords(ExplainKeywords, total=False):
     types. Default: False."""
     device: torch.device | str | None
     """Where tensors on the meta device get their memory. Default: the device of their mesh, else the CPU."""
+    allow_unhealthy: bool
+    """False: raise CheckpointUnhealthy if a rule found the checkpoint unhealthy when it was saved. Default: True."""
     allow_pickle: bool
     """True: unpickle values that were saved with `allow_pickle=True`. Pickles run code. Default: False."""
     verify: bool
@@ -61,6 +63,7 @@ class LoadOptions:
     allow_unexpected: bool = False
     convert_dtype: Convert = False
     device: torch.device | str | None = None
+    allow_unhealthy: bool = True
     verify: bool = True
     share_reads: bool | None = None
     transfer: Transfer = field(default_factory=Transfer)
@@ -77,6 +80,7 @@ def make_load_options(**given: Unpack[LoadKeywords]) -> LoadOptions:
         allow_unexpected=given.get("allow_unexpected", False),
         convert_dtype=given.get("convert_dtype", False),
         device=_checked_device(given.get("device")),
+        allow_unhealthy=given.get("allow_unhealthy", True),
         verify=given.get("verify", True),
         share_reads=given.get("share_reads"),
         transfer=limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES)),

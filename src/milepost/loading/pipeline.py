@@ -3,6 +3,7 @@
 import itertools
 import logging
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from types import NoneType
 from typing import Any, NoReturn
@@ -23,11 +24,12 @@ from milepost.comm import (
     defer,
     mark_told,
     meet,
+    operating_on,
     together,
 )
 from milepost.commit.find import find, newest_generation, parse, read_manifest
 from milepost.core.limits import KIB
-from milepost.core.manifest import Manifest
+from milepost.core.manifest import Manifest, may_be_unhealthy
 from milepost.core.ranks import unpack_ranks
 from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.versions import set_versions
@@ -36,7 +38,15 @@ from milepost.data.collection_pause import CollectionPaused
 from milepost.data.place import place_all
 from milepost.data.read import Files
 from milepost.data.transfer import Meter
-from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidState, StateMismatch
+from milepost.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnhealthy,
+    InvalidState,
+    StateMismatch,
+)
+from milepost.events.operation import phasing
 from milepost.formats.read.recognise import recognise
 from milepost.loading.match import Matcher, keys_of
 from milepost.loading.meta import give_memory, same_objects, warn_of_meta
@@ -78,10 +88,10 @@ class _Judgement(msgspec.Struct, frozen=True, array_like=True):
 
 # The steps of a load.
 _OPENING = Announcement("opening", Wire(_Opened))
-_REOPENING = Announcement("opening again", Wire(bool))
+_REOPENING = Announcement("opening again", Wire(bool), "opening")
 _MATCHING = Meeting("matching", Wire(RankMatch), Wire(_Judgement))
-_SHARING_OUT = Meeting("sharing out", Wire(dict[str, bytes]), Wire(bool))
-_SENDING = Meeting("sending", Wire(dict[str, bytes]), Wire(NoneType))
+_SHARING_OUT = Meeting("sharing out", Wire(dict[str, bytes]), Wire(bool), "sharing")
+_SENDING = Meeting("sending", Wire(dict[str, bytes]), Wire(NoneType), "sharing")
 _READING, _APPLYING = "reading", "applying"
 _EXPLAINING = Meeting("matching", Wire(RankMatch), Wire(LoadReport))
 
@@ -92,9 +102,9 @@ def load_state(state: Any, store: Store, comm: Comm, options: LoadOptions) -> An
     A newer save may replace a checkpoint while it is being read, and sweep it. Then the newer one is loaded. It fills
     all that the first one would have filled, except with `allow_missing`: there the error is raised.
     """
-    with calling(comm, Call("loading", store.url)) as call:
+    with calling(comm, Call("loading", store.url)) as call, operating_on(comm, "load", store.url):
         for left in reversed(range(_REOPENED + 1)):
-            opened = open_together(store, comm, call)
+            opened = open_together(store, comm, call, options.allow_unhealthy)
             try:
                 return _load(state, opened, comm, call, options)
             except CheckpointDamaged:
@@ -118,7 +128,8 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
     match, share = _match(state, opened, comm, call, options)
     files = opened.get()
     meter = Meter("load", call.place, options.progress if comm.rank == comm.coordinator else None)
-    target = defer(comm, lambda: allocate(match, describer, options.device))
+    with phasing("allocating"):
+        target = defer(comm, lambda: allocate(match, describer, options.device))
     exchanges = _share_out(target, describer, comm, call, options.transfer.memory_bytes) if share else []
 
     def read() -> dict[str, Any]:
@@ -180,17 +191,18 @@ def refuse_load(store: Store, comm: Comm, error: Exception, action: str = "loadi
         raise error
 
     if comm.size > 1:
-        with calling(comm, Call(action, store.url)) as call:
+        told = operating_on(comm, "load", store.url) if action == "loading" else nullcontext()
+        with calling(comm, Call(action, store.url)) as call, told:
             open_together(store, comm, call)
             together(comm, call, _MATCHING.step, fail)
     raise error
 
 
-def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
+def open_together(store: Store, comm: Comm, call: Call, allow_unhealthy: bool = True) -> Deferred[Files]:
     """The files of the newest checkpoint: the coordinator finds it, and all ranks load that generation.
 
     Small manifests travel with the announcement, larger ones are read by each rank. An error on one rank after that
-    is raised at the next step.
+    is raised at the next step. Raises CheckpointUnhealthy if the coordinator does not allow an unhealthy one.
     """
     foreign = cache(partial(recognise, store))  # for the coordinator, which looks twice
     found_here = b""  # on the coordinator: it need not read a large manifest again
@@ -205,6 +217,8 @@ def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
                 raise
             return _Opened(0, found.digest, found.format.encode())
         found_here = data
+        if may_be_unhealthy(data):
+            look_healthy(store.url, parse(store.url, generation, data), allow_unhealthy)
         return _Opened(generation, xxhash.xxh3_64_digest(data), data if len(data) <= _SMALL else b"")
 
     opened = broadcast(comm, call, _OPENING, look)
@@ -220,7 +234,18 @@ def open_together(store: Store, comm: Comm, call: Call) -> Deferred[Files]:
             raise _another(store, comm, f"manifest of generation {opened.generation}")
         return Files(store, parse(store.url, opened.generation, data))
 
-    return defer(comm, open_here)
+    with phasing("opening"):
+        return defer(comm, open_here)
+
+
+def look_healthy(url: str, manifest: Manifest, allow_unhealthy: bool) -> None:
+    """Raise CheckpointUnhealthy if a rule found this checkpoint unhealthy when it was saved; or log it, if allowed."""
+    if manifest.health is None or manifest.health.ok:
+        return
+    text = f"{url} was unhealthy when it was saved: {manifest.health.reason}"
+    if not allow_unhealthy:
+        raise CheckpointUnhealthy(text)
+    _log.warning("%s", text)
 
 
 def _another(store: Store, comm: Comm, what: str) -> CheckpointDamaged:
@@ -242,7 +267,8 @@ def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options:
 
     Raises StateMismatch, with all differences on all ranks, on every rank.
     """
-    match = defer(comm, lambda: _matched(state, opened.get().manifest, comm, options))
+    with phasing("matching"):
+        match = defer(comm, lambda: _matched(state, opened.get().manifest, comm, options))
 
     def judge(found: list[RankMatch]) -> _Judgement:
         report = merge_reports(call.place, keys_of(opened.get().manifest), found)
@@ -281,7 +307,8 @@ def _share_out(
         # In one order over all groups of the job, so that no two groups wait for each other.
         return [Exchange(s, comm.rank, parts[s], memory_bytes) for s in sorted(parts, key=lambda s: s[:2])]
 
-    exchanges = defer(comm, make)
+    with phasing("sharing"):
+        exchanges = defer(comm, make)
     if meet(comm, call, _SHARING_OUT, lambda: {e.name: e.digest() for e in exchanges.get()}, agree_to_share):
         return exchanges.get()
     _log.info("the ranks want different tensors of %s, so each reads its own", call.place)

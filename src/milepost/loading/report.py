@@ -15,6 +15,7 @@ from milepost.core.wrapper_names import without_wrappers
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 10
+_KEY_LETTERS = 1000
 
 
 class RankMatch(msgspec.Struct, frozen=True):
@@ -132,7 +133,7 @@ class LoadReport:
         mine, saved = pairs[0]
         lines = [
             f"  {len(pairs)} of these keys differ only by what torch.compile, DDP or FSDP adds to names, such as",
-            f"    {saved!r} in the checkpoint and {mine!r} in the state.",
+            f"    {_quoted(saved)} in the checkpoint and {_quoted(mine)} in the state.",
             "    Pass a module itself, not its state_dict(): its wrappers are then left out of the names. To load this",
             "    checkpoint, pass a dict with its names: {'_orig_mod.' + name: t for name, t in state_dict.items()}",
         ]
@@ -170,10 +171,15 @@ def grouped(keys: Iterable[str], detail: Callable[[str], str]) -> list[str]:
     for (pattern, text), members in groups.items():
         tail = f": {text}" if text else ""
         if len(members) == 1:
-            lines.append(f"    {members[0]!r}{tail}")
+            lines.append(f"    {_quoted(members[0])}{tail}")
         else:
-            lines.append(f"    {len(members)} x {pattern!r} (first {members[0]!r}){tail}")
+            lines.append(f"    {len(members)} x {_quoted(pattern)} (first {_quoted(members[0])}){tail}")
     return lines
+
+
+def _quoted(key: str) -> str:
+    """A key for a message; one of very many letters is cut."""
+    return repr(key) if len(key) <= _KEY_LETTERS else f"{key[:_KEY_LETTERS]!r}... ({len(key)} letters)"
 
 
 def merge_reports(url: str, keys: list[str], found: list[RankMatch]) -> LoadReport:

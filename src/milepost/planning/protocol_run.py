@@ -11,9 +11,11 @@ from collections.abc import Callable
 from types import NoneType
 from typing import Any, NamedTuple, TypeVar
 
-from milepost.comm import Call, Comm, Meeting, calling, meet, together
+from milepost.comm import Call, Comm, Meeting, calling, meet, operating_on, together
+from milepost.core.history import phase_times
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, InvalidRequest
+from milepost.events.operation import WAITING, Operation, phasing
 from milepost.planning.default import DefaultLoadPlanner, DefaultSavePlanner
 from milepost.planning.protocol import LoadPlanner, SavePlanner, StorageReader, StorageWriter
 from milepost.planning.records import LoadPlan, Metadata, SavePlan, WriteResult
@@ -39,7 +41,7 @@ class Pickles:
 _PICKLES = Pickles()
 _PLANNING = Meeting("planning", _PICKLES, Wire(NoneType))
 _HANDING_OUT = "planning, handing out"
-_WRITING = Meeting("writing", _PICKLES, Wire(NoneType))
+_WRITING = Meeting("writing", _PICKLES, Wire(tuple[int, int]), deciding="committing")
 _READING, _APPLYING = "reading", "applying"
 
 
@@ -54,17 +56,25 @@ class _Planned(NamedTuple):
     agreement: str
 
 
+class _RankResults(NamedTuple):
+    """What a rank wrote, and the seconds of its phases."""
+
+    results: list[WriteResult]
+    times: bytes
+
+
 def save_planned(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm) -> Metadata | None:
     """Save by plans. Gives the metadata on the coordinator, None elsewhere. Raises the same error on every rank."""
     try:
-        with calling(comm, Call("saving to", place_of(writer))) as call:
+        place = place_of(writer)
+        with calling(comm, Call("saving to", place)) as call, operating_on(comm, "save", place) as operation:
             try:
-                return _save(state, writer, planner, comm, call)
+                return _save(state, writer, planner, comm, call, operation)
             except CheckpointError as error:
                 if not (isinstance(planner, DefaultSavePlanner) and is_of(error, StalePlans)):
                     raise
             planner.forget_plans()
-            return _save(state, writer, planner, comm, call)
+            return _save(state, writer, planner, comm, call, operation)
     except BaseException as error:
         _abort(writer, error)
         raise
@@ -75,7 +85,9 @@ def is_of(error: CheckpointError, kind: type[CheckpointError]) -> bool:
     return isinstance(error, kind) or kind.__name__ in {failure.kind for failure in error.failures.values()}
 
 
-def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm, call: Call) -> Metadata | None:
+def _save(
+    state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: Comm, call: Call, operation: Operation
+) -> Metadata | None:
     made: list[Metadata] = []
     keeps = planner if isinstance(planner, DefaultSavePlanner) else None
     is_coordinator = comm.rank == comm.coordinator
@@ -100,13 +112,20 @@ def _save(state: MakeState, writer: StorageWriter, planner: SavePlanner, comm: C
 
     final: _Planned = _deal(comm, call, plan_here, plan_all)
 
-    def write() -> list[WriteResult]:
+    def write() -> _RankResults:
         plan = planner.finish_plan(final.plan)
         if keeps is not None:
             keeps.agreement = final.agreement
-        return writer.write_data(plan, planner).wait()
+        results = writer.write_data(plan, planner).wait()
+        return _RankResults(results, operation.packed_times())
 
-    meet(comm, call, _WRITING, write, lambda results: writer.finish(made[0], results))
+    def finish(brought: list[_RankResults]) -> tuple[int, int]:
+        operation.timings = phase_times([one.times for one in brought])
+        results = [one.results for one in brought]
+        writer.finish(made[0], results)
+        return getattr(writer, "generation", 0), sum(one.size_in_bytes for rank in results for one in rank)
+
+    operation.commit(*meet(comm, call, _WRITING, write, finish))
     return made[0] if made else None
 
 
@@ -125,7 +144,8 @@ def load_planned(
     state: MakeState, apply: Callable[[], None], reader: StorageReader, planner: LoadPlanner, comm: Comm
 ) -> None:
     """Load by plans, into the state, and then `apply`. Raises the same error on every rank."""
-    with calling(comm, Call("loading", place_of(reader))) as call:
+    place = place_of(reader)
+    with calling(comm, Call("loading", place)) as call, operating_on(comm, "load", place):
         _load(state, apply, reader, planner, comm, call)
 
 
@@ -178,7 +198,9 @@ def _deal(comm: Comm, call: Call, work: Callable[[], T], decide: Callable[[list[
         notes.extend(map(_PICKLES.pack, plans))
 
     meet(comm, call, _PLANNING, work, keep)
-    dealt: T = _PICKLES.unpack(comm.hand_out(call.at(_HANDING_OUT), notes or None))
+    with phasing(WAITING):
+        note = comm.hand_out(call.at(_HANDING_OUT), notes or None)
+    dealt: T = _PICKLES.unpack(note)
     return dealt
 
 

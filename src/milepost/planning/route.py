@@ -108,7 +108,7 @@ def ignored_by_save(given: Mapping[str, Any], chosen: SaveRoute, *, own_writer: 
     of_writer = {"transfer", "host_memory_bytes", "progress"} if own_writer else set()
     of_usual_path = set()
     if isinstance(chosen, GlobalPlanner):
-        of_usual_path = {"on_difference", "compare_replicas", "reduce_partial"}
+        of_usual_path = {"on_difference", "compare_replicas", "reduce_partial", "statistics", "healthy"}
         if not isinstance(chosen.writer, CheckpointWriter):
             of_writer |= {"metadata", "overwrite"}
     return (
@@ -129,7 +129,7 @@ def ignored_by_save(given: Mapping[str, Any], chosen: SaveRoute, *, own_writer: 
 
 def ignored_by_load(given: Mapping[str, Any], *, own_reader: bool) -> InvalidRequest | None:
     """The same for a load with a planner or a storage reader. `own_reader`: the caller passed a reader."""
-    of_reader = {"verify", "transfer", "host_memory_bytes", "progress"} if own_reader else set()
+    of_reader = {"verify", "allow_unhealthy", "transfer", "host_memory_bytes", "progress"} if own_reader else set()
     return name_ignored(
         given,
         {"allow_missing", "allow_unexpected", "convert_dtype", "device", "share_reads", "types", "allow_pickle"},

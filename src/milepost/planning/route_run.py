@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
-from milepost.comm import Announcement, Call, Comm, broadcast, calling
+from milepost.comm import Announcement, Call, Comm, broadcast, calling, operating_on
 from milepost.core.wire import Wire
 from milepost.planning.default import DefaultLoadPlanner
 from milepost.planning.local_plan import save_by_local_plans
@@ -36,8 +36,8 @@ def save_with_planner(
     state: MakeState, chosen: LocalPlanner | GlobalPlanner, comm: Comm, options: SaveOptions
 ) -> Receipt:
     """Save by the local plans of the ranks, or by the global plan. Raises the same error on every rank."""
-    state = cache(state)
-    with calling(comm, Call("saving to", place_of(chosen.writer))):
+    state, place = cache(state), place_of(chosen.writer)
+    with calling(comm, Call("saving to", place)), operating_on(comm, "save", place, wraps=True):
         match chosen:
             case LocalPlanner():
                 by_all = GlobalPlanner(chosen.writer, chosen.planner)

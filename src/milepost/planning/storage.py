@@ -26,6 +26,7 @@ from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed
 from milepost.data.write import EntryToWrite, Written
 from milepost.errors import CheckpointError, InvalidRequest, InvalidState
+from milepost.events.operation import current
 from milepost.loading.pipeline import open_together
 from milepost.planning.items import box_of
 from milepost.planning.manifest_bridge import Goal, StoredBox, StoredItem, expand, make_contents, written_as
@@ -190,7 +191,9 @@ class CheckpointWriter(_AtStore, StorageWriter):
             return
         if self._goal is None:
             raise InvalidRequest("this writer has not written anything: call `write_data` before `finish`")
-        _attempt(self.store, self._goal).commit(make_contents(self._goal, metadata, results, self.metadata))
+        contents, operation = make_contents(self._goal, metadata, results, self.metadata), current()
+        timings = operation.timings if operation is not None else ()
+        _attempt(self.store, self._goal).commit(replace(contents, timings=timings))
         self.generation = self._goal.generation
         self._meter.finish()
 
@@ -308,7 +311,7 @@ class CheckpointReader(_AtStore, StorageReader):
     """Reads checkpoints by the storage protocol: Milepost's format, verified, and other formats.
 
     `path`: a path, URL or store. `registry`: the stream transforms that it knows. `verify=False`: do not compare
-    checksums. `host_memory_bytes`, `transfer`, `progress`: as for `milepost.load`.
+    checksums. `allow_unhealthy`, `host_memory_bytes`, `transfer`, `progress`: as for `milepost.load`.
 
     The methods raise CheckpointNotFound, CheckpointDamaged if the data is not what was saved, InvalidRequest if the
     checkpoint lacks what a plan reads, and InvalidState if the planner's tensors do not fit.
@@ -327,13 +330,14 @@ class CheckpointReader(_AtStore, StorageReader):
         *,
         registry: ExtensionRegistry | None = None,
         verify: bool = True,
+        allow_unhealthy: bool = True,
         host_memory_bytes: int = HOST_MEMORY_BYTES,
         transfer: Transfer | None = None,
         progress: Watcher | None = None,
     ) -> None:
         self.store = store_at(path)
         self.registry = registry or REGISTRY
-        self.verify, self.progress = verify, progress
+        self.verify, self.allow_unhealthy, self.progress = verify, allow_unhealthy, progress
         self.transfer = (transfer or Transfer()).within(host_memory_bytes)
         self.load_id = str(uuid.uuid4())
         self._is_coordinator = False
@@ -348,7 +352,7 @@ class CheckpointReader(_AtStore, StorageReader):
 
     def open_together(self, comm: Comm) -> None:
         """Make the next `read_metadata` of every rank read the checkpoint that the coordinator finds."""
-        self._opened = open_together(self.store, comm, Call("loading", self.url))
+        self._opened = open_together(self.store, comm, Call("loading", self.url), self.allow_unhealthy)
 
     @cached_property
     def _files(self) -> Files:

@@ -11,11 +11,12 @@ from milepost.core.table import Merged, Table, merge_tables
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
 from milepost.errors import RanksDisagree
+from milepost.events.operation import phasing
 from milepost.saving.describe import Described
 
 _TABLES = Wire.json(Table)
-_DESCRIBING = Meeting("describing the state", Bytes(), Wire.json(Terms))
-_AGREEING = Meeting("agreeing on the layout", Bytes(), Wire.json(Terms))
+_DESCRIBING = Meeting("describing the state", Bytes(), Wire.json(Terms), "planning")
+_AGREEING = Meeting("agreeing on the layout", Bytes(), Wire.json(Terms), "planning")
 
 
 class _Council:
@@ -70,7 +71,7 @@ def agree(comm: Comm, call: Call, described: Deferred[Described], plans: Plans, 
 
         terms = meet(comm, call, _AGREEING, speak, council.hear_tables)
     mine = described.get()
-    with CollectionPaused():
+    with phasing("planning"), CollectionPaused():
         plan = council.plan or make_plan(
             terms, group_of(comm.rank, terms.groups), mine.table, comm.size, share_replicas
         )

@@ -6,9 +6,11 @@ from typing import Any, Literal, TypedDict, Unpack
 
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values
+from milepost.core.statistics import Recording
 from milepost.data.threads import Latch
 from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
+from milepost.saving.health import HealthRule
 from milepost.state.values import Codec
 
 
@@ -21,6 +23,10 @@ class SaveSettings(TypedDict, total=False):
     """What to do if values or replicas differ between ranks. "warn" keeps the lowest rank's. Default: "error"."""
     compare_replicas: bool
     """False: trust that replicated tensors are equal, which saves hashing them. Default: True."""
+    statistics: bool | Literal["histogram"]
+    """True: record NaN, Inf, min, max, mean and rms of each tensor; "histogram": that too. Default: False."""
+    healthy: bool | HealthRule
+    """True: mark a checkpoint with NaN or Inf as unhealthy. Or a rule, which implies `statistics`. Default: False."""
     reduce_partial: bool
     """True: sum DTensors with `Partial` placements, by a collective on their mesh. Default: refuse them."""
     types: Iterable[type]
@@ -59,6 +65,8 @@ class SaveOptions:
     overwrite: bool = True
     on_difference: Literal["error", "warn"] = "error"
     compare_replicas: bool = True
+    statistics: Recording = ""
+    healthy: bool | HealthRule = False
     reduce_partial: bool = False
     transfer: Transfer = field(default_factory=Transfer)
     progress: Watcher | None = None
@@ -80,6 +88,8 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
     plans = given.get("plans")
     if plans is not None and not isinstance(plans, Plans):
         raise InvalidRequest(f"plans is a milepost.Plans, or None, not {plans!r}")
+    wanted = given.get("healthy", False)
+    healthy = wanted if callable(wanted) else bool(wanted)
     return SaveOptions(
         metadata=given.get("metadata") or {},
         codec=Codec(given.get("types", ()), given.get("allow_pickle", False)),
@@ -87,10 +97,20 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
         overwrite=given.get("overwrite", True),
         on_difference=one_of("on_difference", given.get("on_difference", "error"), ("error", "warn")),
         compare_replicas=given.get("compare_replicas", True),
+        statistics=_recording(given.get("statistics", False), healthy),
+        healthy=healthy,
         reduce_partial=given.get("reduce_partial", False),
         transfer=limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
         progress=given.get("progress"),
     )
+
+
+def _recording(wanted: "bool | str", healthy: "bool | HealthRule") -> Recording:
+    if wanted == "histogram":
+        return "histogram"
+    if wanted or callable(healthy):
+        return "numbers"
+    return "finite" if healthy else ""
 
 
 def one_of(name: str, value: Any, known: tuple[str, ...]) -> Any:

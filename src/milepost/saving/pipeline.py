@@ -14,21 +14,40 @@ from typing import Any, Literal, NoReturn
 
 import msgspec
 
-from milepost.comm import Announcement, Bytes, Call, Comm, Deferred, Meeting, broadcast, calling, defer, mark_told, meet
+from milepost.comm import (
+    Announcement,
+    Bytes,
+    Call,
+    Comm,
+    Deferred,
+    Meeting,
+    broadcast,
+    calling,
+    defer,
+    mark_told,
+    meet,
+    operating_on,
+)
 from milepost.commit.attempt import Aim, Attempt, Contents, take_aim
-from milepost.core.agreement import GroupPlan, Overview, Plans
+from milepost.core.agreement import GroupPlan, Overview
 from milepost.core.division import written_by
+from milepost.core.history import phase_times
 from milepost.core.manifest import ShardFile, Value
+from milepost.core.partial_statistics import Summary, summarise
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import NewEntry
+from milepost.core.statistics import Health, Recording
 from milepost.core.table import merge_values
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.tally import Tally
 from milepost.data.transfer import Meter
 from milepost.data.write import EntryToWrite
 from milepost.errors import RanksDisagree
+from milepost.events.operation import Operation, phasing
 from milepost.saving.agree import agree
 from milepost.saving.describe import Described, describe, no_callback
+from milepost.saving.health import judge
 from milepost.saving.options import SaveOptions, make_options
 from milepost.saving.replicas import ReplicaCheck, compare
 from milepost.state.tensors import find_part
@@ -44,6 +63,8 @@ class Receipt(msgspec.Struct, frozen=True):
     >>> receipt = milepost.save({"w": torch.ones(3)}, "memory://receipt")
     >>> receipt.generation, receipt.world, receipt.data_bytes
     (1, 1, 12)
+
+    `health`: what the rule of `healthy` said; None where there is no rule.
     """
 
     url: str
@@ -51,6 +72,7 @@ class Receipt(msgspec.Struct, frozen=True):
     save_id: str
     world: int
     data_bytes: int
+    health: Health | None = None
 
 
 class _Start(msgspec.Struct, frozen=True, array_like=True):
@@ -63,6 +85,7 @@ class _Start(msgspec.Struct, frozen=True, array_like=True):
     agreement: bytes
     may_differ: bool
     compare_replicas: bool
+    statistics: Recording
 
 
 class _Result(msgspec.Struct, frozen=True, array_like=True):
@@ -77,6 +100,8 @@ class _Result(msgspec.Struct, frozen=True, array_like=True):
     data_bytes: int = 0
     values: bytes = b""
     part_bytes: int = 0
+    statistics: bytes = b""
+    times: bytes = b""
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -87,6 +112,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
     replan: bool = False
     values_differ: bool = False
     replicas_differ: tuple[bytes, ...] = ()
+    health: Health | None = None
 
     @property
     def differ(self) -> bool:
@@ -94,9 +120,9 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 # The steps of a save. Those of `agree` come between the first two.
-_STARTING = Announcement("starting", Wire(_Start))
-_WRITING = Meeting("writing", Wire(_Result), Wire(_Answer))
-_COMPARING = Meeting("comparing values", Bytes(), Wire(str))
+_STARTING = Announcement("starting", Wire(_Start), "planning")
+_WRITING = Meeting("writing", Wire(_Result), Wire(_Answer), deciding="committing")
+_COMPARING = Meeting("comparing values", Bytes(), Wire(str), "comparing")
 _COMMITTING = Meeting("committing", Wire(NoneType), Wire(_Answer))
 _VALUES = Wire.json(tuple[Value, ...])
 
@@ -134,15 +160,21 @@ class _Save:
         self.warnings: list[str] = []
 
     def run(self) -> Receipt:
-        with calling(self.comm, self.call):
-            return self._run()
+        with calling(self.comm, self.call), operating_on(self.comm, "save", self.store.url) as operation:
+            return self._run(operation)
 
-    def _run(self) -> Receipt:
-        comm = self.comm
-        described = defer(comm, self.describing)
+    def _run(self, operation: Operation) -> Receipt:
+        comm, self.operation = self.comm, operation
+        with phasing("describing"):
+            described = defer(comm, self.describing)
         start = broadcast(comm, self.call, _STARTING, lambda: self._start(described.result))
         on_difference: Literal["error", "warn"] = "warn" if start.may_differ else "error"
-        self.options = replace(self.options, on_difference=on_difference, compare_replicas=start.compare_replicas)
+        self.options = replace(
+            self.options,
+            on_difference=on_difference,
+            compare_replicas=start.compare_replicas,
+            statistics=start.statistics,
+        )
         attempt = Attempt(self.store, start.aim, comm.rank, comm.size, decides=comm.rank == comm.coordinator)
         if start.agreement:
             # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
@@ -155,10 +187,11 @@ class _Save:
             answer = self._write(attempt, described, self._agree(described), final=True)
         described.get().released()
         self.meter.finish()
+        operation.commit(attempt.aim.generation, answer.data_bytes, answer.health)
         if comm.rank == comm.coordinator and self.warnings:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=5)
-        return Receipt(self.store.url, *attempt.aim, comm.size, answer.data_bytes)
+        return Receipt(self.store.url, *attempt.aim, comm.size, answer.data_bytes, answer.health)
 
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
@@ -166,7 +199,8 @@ class _Save:
         plan = self._find_plan(described) if described is not None and not described.is_live else None
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         agreement = plan.id if plan is not None and known else b""
-        return _Start(aim, agreement, self.options.on_difference == "warn", self.options.compare_replicas)
+        options = self.options
+        return _Start(aim, agreement, options.on_difference == "warn", options.compare_replicas, options.statistics)
 
     def _find_plan(self, described: Described) -> GroupPlan | None:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)
@@ -190,7 +224,7 @@ class _Save:
         tensors = described.result.tensors if described.result is not None else {}
         compared = self.options.compare_replicas and self.comm.size > 1
         check = ReplicaCheck(plan, self.comm.rank, tensors, self.options.transfer.memory_bytes if compared else 0)
-        commit = _Commit(self.options.plans, plan, attempt, self.meter)
+        commit = _Commit(self.options, plan, attempt, self.meter, self.operation)
 
         def work() -> _Result:
             mine = described.get()
@@ -221,25 +255,33 @@ class _Save:
         released: Callable[[], None],
     ) -> _Result:
         entries = _entries(plan, described, self.comm.rank)
-        early = check.digests() if described.live else {}  # what is live may change once it is written
+        # What is live may change once it is written.
+        early = self._digests(check) if described.live else {}
         self.meter.check()
         # Live tensors may change as soon as they are written; who released them has looked.
         versions = Versions(described.tensors, lambda _: not described.is_live)
-        written = attempt.write(entries, self.options.transfer, self.meter, released)
+        tally = Tally(self.options.statistics) if self.options.statistics else None
+        written = attempt.write(entries, self.options.transfer, self.meter, released, tally)
         versions.check()
         speaks = self.comm.rank == unpack_ranks(plan.group)[0]
         file = written.file
         return _Result(
             plan.id,
             described.table.values_digest(),
-            early if described.live else check.digests(),
+            early if described.live else self._digests(check),
             file.size_bytes if file else 0,
             file.header_bytes if file else 0,
             bytes.fromhex(file.checksum) if file else b"",
             written.data_bytes,
             _VALUES.pack(described.table.values) if speaks else b"",
             file.part_bytes if file else 0,
+            tally.result().named([t.key for t in plan.tensors]).pack(self.comm.size) if tally is not None else b"",
+            self.operation.packed_times(),
         )
+
+    def _digests(self, check: ReplicaCheck) -> dict[bytes, bytes]:
+        with phasing("comparing"):
+            return check.digests()
 
     def _tell_differences(self, described: Described, check: ReplicaCheck, answer: _Answer) -> None:
         """Find out, with all ranks, which keys differ where. Raise, or keep it for a warning."""
@@ -265,14 +307,17 @@ class _Save:
 class _Commit:
     """The coordinator's side of the end of a save: it looks at all results, and commits if everything fits."""
 
-    def __init__(self, plans: Plans, plan: GroupPlan | None, attempt: Attempt, meter: Meter) -> None:
-        self._plans, self._plan, self._attempt, self._meter = plans, plan, attempt, meter
+    def __init__(
+        self, options: SaveOptions, plan: GroupPlan | None, attempt: Attempt, meter: Meter, operation: Operation
+    ) -> None:
+        self._options, self._plan, self._attempt, self._meter = options, plan, attempt, meter
+        self._operation = operation
         self._results: list[_Result] = []
 
     def judge(self, results: list[_Result], metadata: Any) -> _Answer:
         """Commit; or say that the ranks wrote by different plans, or hold different values under one key."""
         self._results = results
-        everything = self._plans.overview(self._plan.id) if self._plan else None
+        everything = self._options.plans.overview(self._plan.id) if self._plan else None
         if self._plan is None or everything is None or any(r.agreement != self._plan.id for r in results):
             return _Answer(replan=True)
         drifted = compare([result.replicas for result in results])
@@ -284,7 +329,7 @@ class _Commit:
     def commit(self, metadata: Any) -> _Answer:
         """Commit although the ranks differ, as the caller asked."""
         assert self._plan is not None
-        everything = self._plans.overview(self._plan.id)
+        everything = self._options.plans.overview(self._plan.id)
         assert everything is not None
         return self._publish(everything, metadata)
 
@@ -295,6 +340,9 @@ class _Commit:
             for rank, r in enumerate(self._results)
             if r.size_bytes
         )
+        found = self._summarise(everything)
+        health = judge(self._options.healthy, found)
+        timings = self._operation.timings = phase_times([result.times for result in self._results])
         self._attempt.commit(
             Contents(
                 metadata,
@@ -304,9 +352,19 @@ class _Commit:
                 _values(self._results, everything)[0],
                 everything.per_rank,
                 files,
+                timings,
+                found.statistics,
+                health,
             )
         )
-        return _Answer(True, sum(result.data_bytes for result in self._results))
+        return _Answer(True, sum(result.data_bytes for result in self._results), health=health)
+
+    @CollectionPaused()
+    def _summarise(self, everything: Overview) -> Summary:
+        if not self._options.statistics:
+            return Summary((), 0, 0, ())
+        packed = [result.statistics for result in self._results]
+        return summarise(packed, everything.tensors, recorded=self._options.statistics != "finite")
 
 
 @CollectionPaused()
@@ -317,8 +375,9 @@ def _entries(plan: GroupPlan, described: Described, rank: int) -> list[EntryToWr
             NewEntry(item.name, item.dtype, item.box.shape),
             find_part(described.tensors[tensor.key], item.box),
             tensor.key in described.live,
+            number if tensor.has_statistics else -1,
         )
-        for tensor in plan.tensors
+        for number, tensor in enumerate(plan.tensors)
         for item in written_by(tensor, plan.layouts[tensor.layout], rank)
     ]
     return planned + described.private

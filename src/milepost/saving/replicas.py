@@ -20,7 +20,7 @@ Digests = dict[bytes, dict[str, bytes]]
 """For each group of holders, the digest of each key."""
 Versions = dict[bytes, dict[str, tuple[bytes, bool]]]
 """The same, and whether this rank alone writes the key."""
-_COMPARING = Meeting("comparing replicas", Wire(Versions), Wire(str))
+_COMPARING = Meeting("comparing replicas", Wire(Versions), Wire(str), "comparing")
 
 
 class ReplicaCheck:

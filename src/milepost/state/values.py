@@ -18,8 +18,6 @@ from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-
 from milepost.core.dtypes import DTYPES
 from milepost.core.hash_flood import differing
 from milepost.core.limits import MAX_DEPTH
@@ -81,6 +79,8 @@ class Codec:
                 for f in dataclasses.fields(value)
             ]
             return {"dataclass": [kind.__qualname__, fields]}
+        import numpy as np  # noqa: PLC0415  # here and below: to read plain values must not wait for it
+
         if isinstance(value, np.generic) and value.dtype.name in DTYPES and value.dtype.isbuiltin == 1:
             return {"numpy": [value.dtype.name, _text(value.tobytes())]}
         encoded = _encode_torch(value)
@@ -305,6 +305,8 @@ def _decode_numpy(content: Any) -> Any:
     name, data = content
     if name not in DTYPES:
         raise ValueError(f"unknown numpy type {name!r}")
+    import numpy as np  # noqa: PLC0415
+
     return np.frombuffer(_bytes(data), dtype=np.dtype(name), count=1)[0]
 
 

@@ -9,8 +9,6 @@ from functools import partial
 from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, Unpack
 
-import msgspec
-
 from milepost.api import load, save
 from milepost.background.engine import Background, SaveEngine, WhenBusy, check_saver
 from milepost.background.errand import Errand
@@ -18,23 +16,31 @@ from milepost.background.pending import PendingSave
 from milepost.background.saver import SaveRequest, begin_save, close_after
 from milepost.background.staging import Way
 from milepost.background.ticket import Ticket, unless_interrupted
-from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, Meeting, broadcast, calling, mark_told, meet, together
+from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.comm import TIMEOUT_S, Call, Comm, Meeting, calling, meet, operating_on, together
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values, items_of
 from milepost.core.wire import Wire
-from milepost.data.transfer import Meter
-from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest
+from milepost.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    CheckpointUnhealthy,
+    InvalidRequest,
+)
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords, make_load_options
 from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings, make_options
 from milepost.saving.pipeline import Receipt, refuse
+from milepost.steps.choosing import RestoreChoice, SkippedSteps, choose, newest_healthy, nothing_left
 from milepost.steps.names import OWN_NAMES, StepNames
-from milepost.steps.options import RunKeywords, check_options, only, unknown_options, wrong_values
+from milepost.steps.notebook import run_html
+from milepost.steps.options import RunKeywords, at_step, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
-from milepost.steps.shelf import Shelf, checked_step, with_metrics
+from milepost.steps.shelf import Shelf, checked_step, with_notes
 from milepost.steps.storage_checkpointer import ranks_by
+from milepost.steps.verify_share import verify_share
 from milepost.store import AtGeneration, Location, Store, store_at
 
 if TYPE_CHECKING:
@@ -42,21 +48,10 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
-_ANOTHER = {"CheckpointDamaged", "CheckpointNotFound"}
+_ANOTHER = {"CheckpointDamaged", "CheckpointNotFound", "CheckpointUnhealthy"}
 """The errors after which `restore` goes on to an older step."""
-_DAMAGES_SHOWN = 20
 
 
-class _RestoreChoice(msgspec.Struct, frozen=True, array_like=True):
-    """The step that all ranks restore (None: there is none), its folder, and whether they read all of it first."""
-
-    step: int | None
-    folder: str
-    verify_first: bool
-
-
-_NOTHING = _RestoreChoice(None, "", verify_first=False)
-_CHOOSING = Announcement("choosing", Wire(_RestoreChoice))
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 _SWEEPING = Meeting("removing", Wire(NoneType), Wire(list[int]))
 
@@ -68,6 +63,11 @@ class Checkpointer:
     also keep this many of the best steps by the metric named `best`: the smallest values, or with `mode="max"` the
     largest. A step without the metric, or with NaN, is never among the best. The newest step is always kept. Without
     any rule, all steps are kept. "Newest" means the highest number.
+
+    `healthy=True` marks a step with NaN or Inf in it as unhealthy, in its manifest; or pass a rule, a function that
+    gets a `HealthCheck`. `restore` passes unhealthy steps over. They hold no place of a healthy step, so that they push
+    none out, and are never the best. The newest `keep_last` of them (else one) are kept, too, and those that
+    `keep_every` keeps.
 
     `names`: how the folders are named. `{step}` stands for the step, `{step:06}` for the step with zeros in front.
     `also_read`: patterns of further names, for steps that other programs saved. They are listed and restored, in every
@@ -148,6 +148,9 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"Checkpointer({self.url!r})"
 
+    def _repr_html_(self) -> str:
+        return run_html(self._shelf)
+
     def save(
         self,
         state: Any,
@@ -178,13 +181,15 @@ class Checkpointer:
             metadata = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    metadata = with_metrics(metadata, metrics)
+                    metadata = with_notes(metadata, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     refuse(place, comm, error)
             given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
+            at_step(given, step)
             planner = planner if planner is not None else self._save_planner
-            receipt = save(state, place, planner=planner, process_group=comm, **given)
-            self._retain(comm, step)
+            with operating_on(comm, "save", place.url, step=step, wraps=True):
+                receipt = save(state, place, planner=planner, process_group=comm, **given)
+                self._retain(comm, step)
             return receipt
 
     def async_save(
@@ -221,12 +226,14 @@ class Checkpointer:
             made = dict(metadata or {})
             if comm.rank == comm.coordinator:
                 try:
-                    made = with_metrics(made, metrics)
+                    made = with_notes(made, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     engine.refuse(ticket, place, error)
             given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
+            at_step(given, step)
             request = SaveRequest(state, place, stage, optimizer, planner, None, lambda comm: self._retain(comm, step))
-            return begin_save(engine, ticket, request, given)
+            with operating_on(comm, "save", place.url, step=step, wraps=True):
+                return begin_save(engine, ticket, request, given)
 
         return unless_interrupted(begin)
 
@@ -252,14 +259,11 @@ class Checkpointer:
 
     def _remove_old(self, step: int) -> None:
         try:
-            removed = self._shelf.retain(self._rule, step)
+            self._shelf.retain(self._rule, step)
         except CheckpointDamaged:
             raise
         except (CheckpointError, OSError) as error:
             _log.warning("could not remove old steps at %s; the next save will: %s", self.url, error)
-        else:
-            for old in removed:
-                _log.info("removed %s", self._shelf.place(old).url)
 
     def restore(
         self,
@@ -271,14 +275,16 @@ class Checkpointer:
         planner: LoadPlanner | None = None,
         **options: Unpack[LoadKeywords],
     ) -> int:
-        """Load the newest whole checkpoint into `state`, in place, on every rank, and return its step.
+        """Load the newest healthy and whole checkpoint into `state`, in place, on every rank, and return its step.
 
-        Damaged checkpoints are skipped, with a warning in the log that says why, also if the damage shows only while
-        loading. All ranks load the same step. Unfinished saves are not seen. With `step`, exactly that one is loaded.
+        Unhealthy and damaged checkpoints are skipped, with a warning in the log that says why, also if the damage shows
+        only while loading. All ranks load the same step. Unfinished saves are not seen. With `step`, exactly that one
+        is loaded, healthy or not.
 
         If nothing was ever saved, `default` is returned; without a default, CheckpointNotFound is raised. If there are
-        checkpoints and none is whole, CheckpointDamaged is raised with the reasons, and the state may be partly filled.
-        All other errors are raised at once, StateMismatch among them.
+        checkpoints and none is healthy and whole, CheckpointUnhealthy is raised with the reasons, or CheckpointDamaged
+        if all are damaged; the state may be partly filled. All other errors are raised at once, StateMismatch among
+        them.
 
         `verify_first`: read and check every byte before the state is touched; the ranks share the work. The default is
         True with `allow_missing`, because an older step may lack keys that a failed attempt has filled; else False.
@@ -287,64 +293,42 @@ class Checkpointer:
         self._check_open()
         self._finish()
         comm = self._ranks()
-        with calling(comm, Call("restoring from", self.url)):
+        with calling(comm, Call("restoring from", self.url)), operating_on(comm, "restore", self.url) as operation:
             if isinstance(state, tuple):
                 raise InvalidRequest("a tuple cannot be filled in place; put it into a dict")
-            given: LoadKeywords = {**self._for_loads, **options}
             step = None if step is None else checked_step(step)
+            given: LoadKeywords = {"allow_unhealthy": step is not None, **self._for_loads, **options}
             wrong = unknown_options(options, LOAD_OPTIONS, "a restore")
             wrong = wrong or wrong_values({"verify_first": verify_first})
             planner = planner if planner is not None else self._load_planner
             wish = bool(given.get("allow_missing") if verify_first is None else verify_first)
-            skipped: dict[int, str] = {}
+            skipped = SkippedSteps()
             while True:
-                chosen = self._choose(comm, step, skipped, wish)
+                chosen = choose(comm, self._shelf, step, skipped, wish)
                 if wrong is not None:
                     _refuse_restore(self._shelf, comm, chosen, wrong)
                 if chosen.step is None:
                     # A meeting: a rank that looks at another place hears of it here.
                     together(comm, Call("restoring from", self.url), "finding nothing", lambda: None)
-                    return self._nothing(skipped, default)
+                    return nothing_left(self.url, skipped, default)
                 try:
                     place = self._shelf.within(chosen.folder)
                     if chosen.verify_first:
                         call = Call("restoring from", place.url)
-                        together(comm, call, "verifying", partial(_verify, comm, place, given))
-                    load(state, place, planner=planner, process_group=comm, **given)
+                        with operating_on(comm, "verify", place.url, step=chosen.step):
+                            together(comm, call, "verifying", partial(verify_share, comm, place, given))
+                    with operating_on(comm, "load", place.url, step=chosen.step, wraps=True):
+                        load(state, place, planner=planner, process_group=comm, **given)
                 except CheckpointError as error:
                     if step is not None or not _allows_another(error):
                         raise
-                    skipped[chosen.step] = str(error)
+                    kind = skipped.unhealthy if _is_unhealthy(error) else skipped.damaged
+                    kind[chosen.step] = str(error)
+                    operation.skip(chosen.step, str(error))
                     if comm.rank == comm.coordinator:
-                        _log.warning("skipping %s: %s", place.url, error)
+                        _log.warning("skipping step %d: %s", chosen.step, error)
                 else:
                     return chosen.step
-
-    def _choose(self, comm: Comm, step: int | None, skipped: Mapping[int, str], verify_first: bool) -> "_RestoreChoice":
-        """The coordinator's choice, on every rank: the newest step that was not tried yet."""
-
-        def choose() -> _RestoreChoice:
-            if step is not None and not self._shelf.is_there(step):
-                shown = ", ".join(map(str, self._shelf.steps()[-10:])) or "none"
-                raise CheckpointNotFound(f"there is no step {step} at {self.url}. The newest that there are: {shown}")
-            found = self._shelf.untried(skipped) if step is None else (step, self._shelf.folder_of(step))
-            return _NOTHING if found is None else _RestoreChoice(*found, verify_first)
-
-        return broadcast(comm, Call("restoring from", self.url), _CHOOSING, choose)
-
-    def _nothing(self, skipped: Mapping[int, str], default: int | None) -> int:
-        if skipped:
-            reasons = "\n  ".join(f"step {step}: {reason}" for step, reason in skipped.items())
-            raise mark_told(
-                CheckpointDamaged(
-                    f"no step at {self.url} is whole, and the state may be partly filled:\n  {reasons}\n"
-                    "Restore these files from a backup, or start again at another place."
-                )
-            )
-        if default is None:
-            text = f"nothing was saved at {self.url} yet. Pass `default` to get a step instead"
-            raise mark_told(CheckpointNotFound(text))
-        return default
 
     def steps(self) -> list[int]:
         """The committed steps, oldest first. May be called on one rank alone."""
@@ -352,12 +336,20 @@ class Checkpointer:
         return self._shelf.steps()
 
     def latest(self) -> int | None:
-        """The newest committed step, or None. Does not check whether it is whole. May be called on one rank alone."""
+        """The newest committed step, or None, whole and healthy or not. May be called on one rank alone."""
         self._check_open()
         return self._shelf.latest()
 
+    def latest_healthy(self) -> int | None:
+        """The newest committed step that no rule found unhealthy, or None. Does not check whether it is whole.
+
+        This is the step that `restore` tries first. May be called on one rank alone.
+        """
+        self._check_open()
+        return newest_healthy(self._shelf)
+
     def best(self) -> int | None:
-        """The step with the best metric, or None if no step has it. May be called on one rank alone.
+        """The healthy step with the best metric, or None if none has it. May be called on one rank alone.
 
         Raises InvalidRequest if the Checkpointer was made without `best`.
         """
@@ -453,7 +445,7 @@ def _root(path: Location) -> Store:
     return root
 
 
-def _refuse_restore(shelf: Shelf, comm: Comm, chosen: _RestoreChoice, wrong: InvalidRequest) -> NoReturn:
+def _refuse_restore(shelf: Shelf, comm: Comm, chosen: RestoreChoice, wrong: InvalidRequest) -> NoReturn:
     """Join the restore that the other ranks make in order to fail it."""
     if chosen.step is None:
         raise wrong
@@ -473,20 +465,6 @@ def _allows_another(error: CheckpointError) -> bool:
     return kinds <= _ANOTHER
 
 
-def _verify(comm: Comm, place: Store, options: LoadKeywords) -> None:
-    """Read and check this rank's share of the files. Raises CheckpointDamaged, naming every damaged place."""
-    files = files_at(place)
-    transfer = make_load_options(**options).transfer
-    reasons: list[str] = []
-    mine = files.manifest.files[comm.rank :: comm.size]
-    meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
-    meter.expect(sum(file.size_bytes for file in mine))
-    try:
-        for file in mine:
-            reasons.extend(damage.reason for damage in files.of(file.rank).check_all(transfer, meter))
-    finally:
-        files.close()
-    meter.finish()
-    if reasons:
-        shown = "\n  ".join(reasons[:_DAMAGES_SHOWN])
-        raise CheckpointDamaged(f"{len(reasons)} damaged blocks:\n  {shown}")
+def _is_unhealthy(error: CheckpointError) -> bool:
+    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    return kinds == {CheckpointUnhealthy.__name__}

@@ -1,16 +1,38 @@
 """The options of a `Checkpointer` and of its calls."""
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
-from milepost.saving.options import SAVE_SETTINGS, SaveSettings
+from milepost.saving.health import HealthCheck, HealthRule
+from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
+from milepost.steps.shelf import METRICS
 
 
 class RunKeywords(SaveSettings, LoadKeywords, total=False):
     """The options of `Checkpointer`: those of every save and load."""
+
+
+@dataclass(frozen=True, slots=True)
+class _RuleAtStep:
+    """A rule for healthy checkpoints, told which step it judges."""
+
+    rule: HealthRule
+    step: int
+    metrics: Mapping[str, float]
+
+    def __call__(self, check: HealthCheck) -> bool | str:
+        return self.rule(replace(check, step=self.step, metrics=self.metrics))
+
+
+def at_step(given: SaveKeywords, step: int) -> None:
+    """Tell a rule for healthy checkpoints, if there is one among the options, which step and metrics it judges."""
+    rule = given.get("healthy", False)
+    if callable(rule):
+        given["healthy"] = _RuleAtStep(rule, step, (given.get("metadata") or {}).get(METRICS, {}))
 
 
 def check_options(given: Iterable[str]) -> None:

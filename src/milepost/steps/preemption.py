@@ -31,6 +31,9 @@ from milepost.core.option_values import check_values, items_of
 from milepost.core.ranks import show_ranks
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, InvalidRequest, RanksMissing
+from milepost.events.listeners import LISTENERS
+from milepost.events.operation import Operation
+from milepost.events.records import Preempted
 from milepost.steps.shelf import checked_step
 
 if TYPE_CHECKING:
@@ -93,6 +96,7 @@ class PreemptionGuard:
         comm = ranks_of(process_group, TIMEOUT_S)
         self._grace_s = grace_s
         self._alone, self._tells = comm.size == 1, comm.rank == comm.coordinator
+        self._rank, self._world = comm.rank, comm.size
         beside = comm.secondary("preemption")
         # Before any rank posts or looks: notes of an earlier guard, or of a process that is dead, must not count.
         together(beside, Call("making", "a preemption guard"), "starting", lambda: None)
@@ -130,6 +134,9 @@ class PreemptionGuard:
             self._stopped = True
             if self._tells:
                 _log.info("preempted: stopping at step %s with %.1f s left", step, self.seconds_left or 0.0)
+            if LISTENERS.heard:
+                told = Operation("preempt", "", self._rank, self._world, self._tells, step)
+                told.tell(Preempted, seconds_left=self.seconds_left or 0.0)
         return stop
 
     def save(self, call: Callable[[], object]) -> bool:

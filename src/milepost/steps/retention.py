@@ -1,7 +1,7 @@
 """Retention: which steps are kept. Pure."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,20 +26,36 @@ class Rule:
         if self.keep_best is not None and not self.best:
             raise InvalidRequest('keep_best needs the name of a metric: best="loss", for example')
 
-    def kept(self, scores: Mapping[int, float | None]) -> set[int]:
-        """The steps to keep, given each step's metric. Pure. The newest is always among them."""
-        newest = sorted(scores, reverse=True)
-        if self.keep_last is None and self.keep_every is None and self.keep_best is None:
-            return set(newest)
-        chosen = set(newest[: self.keep_last or 1])
-        if self.keep_every is not None:
-            chosen.update(step for step in newest if step % self.keep_every == 0)
-        return chosen.union(self.ranked(scores)[: self.keep_best or 0])
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a rule that removes steps."""
+        return self.keep_last is not None or self.keep_every is not None or self.keep_best is not None
 
-    def counted(self, scores: Mapping[int, float | None]) -> set[int]:
+    def spelled(self) -> dict[str, int | str]:
+        """The fields that are set, to be kept with each step."""
+        fields = {"keep_last": self.keep_last, "keep_every": self.keep_every, "keep_best": self.keep_best}
+        named = {"best": self.best, "mode": self.mode} if self.best is not None else {}
+        return {name: value for name, value in {**fields, **named}.items() if value is not None}
+
+    def kept(self, scores: Mapping[int, float | None], unhealthy: Collection[int] = ()) -> set[int]:
+        """The steps to keep, given each step's metric. Pure. The newest, and the newest healthy one, are among them.
+
+        Unhealthy steps hold no place of a healthy one. The newest of them are kept, as many as `keep_last`, else one,
+        and the multiples of `keep_every`.
+        """
+        if not self.is_set:
+            return set(scores)
+        chosen = self.counted(scores, unhealthy)
+        if self.keep_every is not None:
+            chosen.update(step for step in scores if step % self.keep_every == 0)
+        return chosen
+
+    def counted(self, scores: Mapping[int, float | None], unhealthy: Collection[int] = ()) -> set[int]:
         """The kept steps that hold a place which another step would get if they were gone. Pure."""
-        newest = sorted(scores, reverse=True)
-        return {*newest[: self.keep_last or 1], *self.ranked(scores)[: self.keep_best or 0]}
+        last = self.keep_last or 1
+        healthy = {step: score for step, score in scores.items() if step not in unhealthy}
+        newest, marked = sorted(healthy, reverse=True), sorted(scores.keys() - healthy.keys(), reverse=True)
+        return {*newest[:last], *marked[:last], *self.ranked(healthy)[: self.keep_best or 0]}
 
     def ranked(self, scores: Mapping[int, float | None]) -> list[int]:
         """The steps that have a metric, best first; of equal ones the newer first. NaN is no metric."""

@@ -8,12 +8,14 @@ import logging
 import operator
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from milepost.commit.find import look_whole, newest, parse, read_manifest
+from milepost.commit.find import look_whole, newest, newest_generation, parse, read_manifest
 from milepost.commit.removal import LATE_S, finish_removal, forget_removal, remove_checkpoint, remove_unfinished
 from milepost.core.manifest import Manifest
 from milepost.core.option_values import check_values
+from milepost.core.statistics import Health
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, InvalidRequest, StorageError
 from milepost.state.values import Codec
 from milepost.steps.names import MAX_STEP, StepNames
@@ -27,6 +29,18 @@ METRICS = "metrics"
 """The key in a checkpoint's metadata under which its metrics stand."""
 
 
+RETENTION = "retention"
+"""The key under which the rules stand that the step was saved by."""
+
+
+@dataclass(frozen=True, slots=True)
+class _StepNotes:
+    """What a step's manifest says that matters to the rules."""
+
+    metrics: Mapping[str, float]
+    is_healthy: bool = True
+
+
 class Shelf:
     """The steps under one root. Everything else there is ignored and never touched."""
 
@@ -34,7 +48,7 @@ class Shelf:
         self.root = root
         self._patterns = names or StepNames()
         self._survey = survey_of(root, self._patterns)
-        self._scores: dict[tuple[int, int], dict[str, float]] = {}
+        self._notes: dict[tuple[int, int], _StepNotes] = {}
         self._left_alone: set[str] = set()
         self._removed: dict[int, tuple[float, Sequence[str]]] = {}
 
@@ -53,6 +67,10 @@ class Shelf:
     def newest(self) -> tuple[int, str] | None:
         """The newest step, and the name under the root where it is read from."""
         return self._survey.newest()
+
+    def recent(self, count: int) -> list[tuple[int, str]]:
+        """The newest steps, newest first, and where each is read from. Costs few requests, however many there are."""
+        return self._survey.recent(count)
 
     def is_there(self, step: int) -> bool:
         """Whether this step is committed, or another program saved it."""
@@ -73,15 +91,33 @@ class Shelf:
         """The store of a step that `folder_of` found."""
         return self._survey.within(name)
 
+    def health_at(self, name: str) -> Health | None:
+        """What a rule said of the step that is read from there; None where there was no rule, or it cannot be read."""
+        try:
+            place = self.within(name)
+            generation = newest_generation(place)
+            data = read_manifest(place, generation) if generation else None
+            return parse(place.url, generation, data).health if data is not None else None
+        except StorageError:
+            raise
+        except (CheckpointError, NotADirectoryError):
+            return None  # damaged, or a file of another program: who loads it says what is wrong
+
     def scores(self, metric: str | None) -> dict[int, float | None]:
-        """The committed steps with the value of a metric; None where there is none or it cannot be read."""
+        """The committed steps with the value of a metric; None where there is none, and where a step is unhealthy."""
         return self._scored(self._survey.committed(), metric)
 
     def _scored(self, committed: Mapping[int, int], metric: str | None) -> dict[int, float | None]:
         if metric is None:
             return dict.fromkeys(committed)
-        found = self._each(lambda step: self._metrics(step, committed[step]).get(metric), committed)
-        return dict(zip(committed, found, strict=True))
+        found = self._each(lambda step: self._note_of(step, committed[step]), committed)
+        scores = (note.metrics.get(metric) if note.is_healthy else None for note in found)
+        return dict(zip(committed, scores, strict=True))
+
+    def _unhealthy(self, committed: Mapping[int, int]) -> set[int]:
+        """Those of these steps that a rule found unhealthy. Reads each manifest once."""
+        found = self._each(lambda step: self._note_of(step, committed[step]), committed)
+        return {step for step, note in zip(committed, found, strict=True) if not note.is_healthy}
 
     def _each(self, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
         return each(self.root, look, steps) if self.root.traits.is_current else list(map(look, steps))
@@ -96,24 +132,61 @@ class Shelf:
         self._survey.forget(saved)
         self._removed.pop(saved, None)
         self.finish()
-        scores = self._scored(self._survey.remembered(), rule.best if rule.keep_best else None)
+        return [step for step in self._doomed(rule, self._survey.remembered(), saved) if self._try_to_remove(step)]
+
+    def doomed(self, rule: Rule) -> list[int]:
+        """The steps that `prune` would remove. Looks only."""
+        return self._doomed(rule, self._survey.committed(), None)
+
+    def prune(self, rule: Rule) -> list[int]:
+        """Remove what the rule does not keep, as `retain` does, where nothing was just saved."""
+        self.finish()
+        return [step for step in self.doomed(rule) if self._try_to_remove(step)]
+
+    def _doomed(self, rule: Rule, committed: Mapping[int, int], saved: int | None) -> list[int]:
+        scores = self._scored(committed, rule.best if rule.keep_best else None)
+        own = {saved} if saved is not None else set()
+        if rule.kept(scores) >= scores.keys() - own:
+            return []  # whatever the verdicts are, so that no manifest is read for them
+        faults: dict[int, str | None] = {}
+        if saved is not None and saved == max(scores):
+            self._check_saved(saved, faults)  # first: this reads its manifest, and so its verdict
+        unhealthy = self._unhealthy(committed)
         while True:
-            kept = rule.kept(scores) | {saved}
+            kept = rule.kept(scores, unhealthy) | own
             doomed = sorted(scores.keys() - kept)
             if not doomed:
                 return []
-            gone = self._survey.gone(rule.counted(scores) - {saved})
+            gone = self._survey.gone(rule.counted(scores, unhealthy) - own)
             if gone:  # another job removed them, so that they keep no place
                 scores = {step: score for step, score in scores.items() if step not in gone}
                 continue
-            last = max(kept & scores.keys())
-            fault = self._fault(last)
-            if fault is None:
-                return [step for step in doomed if self._try_to_remove(step)]
-            if last == saved:
-                raise CheckpointDamaged(f"the checkpoint that was just committed is not whole: {fault}")
-            self._say_once(last, f"does not count when old steps are removed: {fault}")
-            del scores[last]
+            faulty = self._faulty(kept & scores.keys(), unhealthy, saved, faults)
+            if not faulty:
+                return doomed
+            scores = {step: score for step, score in scores.items() if step not in faulty}
+
+    def _check_saved(self, saved: int, faults: dict[int, str | None]) -> None:
+        faults[saved] = self._fault(saved)
+        if faults[saved] is not None:
+            raise CheckpointDamaged(f"the checkpoint that was just committed is not whole: {faults[saved]}")
+
+    def _faulty(
+        self, kept: set[int], unhealthy: set[int], saved: int | None, faults: dict[int, str | None]
+    ) -> dict[int, str]:
+        """Of the newest step and the newest healthy one, those that are not whole. `faults`: what is known already."""
+        faulty = {}
+        for last in {max(kept), max(kept - unhealthy, default=max(kept))}:
+            if last not in faults:
+                if last == saved:
+                    self._check_saved(last, faults)
+                else:
+                    faults[last] = self._fault(last)
+            fault = faults[last]
+            if fault is not None:
+                self._say_once(last, f"does not count when old steps are removed: {fault}")
+                faulty[last] = fault
+        return faulty
 
     def finish(self) -> None:
         """Finish the removals that were cut short. Failures are logged."""
@@ -130,7 +203,7 @@ class Shelf:
         """Remove the data of saves that never finished, in folders without a checkpoint, and say of which steps."""
         removed = []
         for step in self._survey.unfinished():
-            marker = remove_unfinished(self.place(step))
+            marker = remove_unfinished(self.place(step), step=step)
             if marker is not None:
                 self._was_removed(step, [marker])
                 removed.append(step)
@@ -155,24 +228,28 @@ class Shelf:
                 del self._removed[step]
                 self._survey.forget(step)
 
-    def _metrics(self, step: int, generation: int) -> dict[str, float]:
-        if (step, generation) not in self._scores:
+    def _note_of(self, step: int, generation: int) -> _StepNotes:
+        if (step, generation) not in self._notes:
             try:
                 place = self.place(step)
                 data = read_manifest(place, generation) if self.root.traits.is_current else None
                 if data is None:
                     # Not `find`, which refuses a place where another library saved too: its metrics are no less good.
                     generation, data, _, _ = newest(place)
-                self._scores[step, generation] = metrics_of(parse(place.url, generation, data))
+                self._remember(step, parse(place.url, generation, data))
             except CheckpointError as error:
                 if isinstance(error, StorageError):
                     raise
-                return {}
-        return self._scores[step, generation]
+                return _StepNotes({})
+        return self._notes[step, generation]
+
+    def _remember(self, step: int, manifest: Manifest) -> None:
+        is_healthy = manifest.health is None or manifest.health.ok
+        self._notes[step, manifest.generation] = _StepNotes(metrics_of(manifest), is_healthy)
 
     def _fault(self, step: int) -> str | None:
         try:
-            look_whole(self.place(step))
+            self._remember(step, look_whole(self.place(step)))
         except StorageError:
             raise  # the store does not answer: that says nothing about the checkpoint
         except CheckpointError as error:
@@ -201,13 +278,13 @@ class Shelf:
         place = self.within(self.folder_of(step))
         if not others[0].ours:
             raise InvalidRequest(f"{place.url} was not saved by Milepost, so it is not removed; delete it by hand")
-        remove_checkpoint(place)
+        remove_checkpoint(place, step=step)
 
     def _remove_own(self, step: int) -> None:
-        marker = remove_checkpoint(self.place(step))
+        marker = remove_checkpoint(self.place(step), step=step)
         self._survey.forget(step)
         self._was_removed(step, [marker])
-        self._scores = {key: value for key, value in self._scores.items() if key[0] != step}
+        self._notes = {key: value for key, value in self._notes.items() if key[0] != step}
 
     def _say_once(self, step: int, text: str) -> None:
         line = f"{self.place(step).url} {text}"
@@ -216,13 +293,19 @@ class Shelf:
             _log.warning("%s", line)
 
 
-def with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """The metadata to save. Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
-    if METRICS in metadata:
-        raise InvalidRequest(f"{METRICS!r} in the metadata is where the metrics go; pass `metrics=`")
+def with_notes(metadata: dict[str, Any], metrics: Mapping[str, float] | None, rule: Rule) -> dict[str, Any]:
+    """The metadata to save: with the metrics, and with the rules that decide how long the step is kept."""
+    for name, instead in ((METRICS, "the metrics go; pass `metrics=`"), (RETENTION, "the rules of the run go")):
+        if name in metadata:
+            raise InvalidRequest(f"{name!r} in the metadata is where {instead}")
+    return {**metadata, **_plain_metrics(metrics), **({RETENTION: rule.spelled()} if rule.is_set else {})}
+
+
+def _plain_metrics(metrics: Mapping[str, float] | None) -> dict[str, dict[str, float]]:
+    """Numbers of any kind (a tensor of one element, a numpy scalar) become floats."""
     check_values({"metrics": metrics})
     if metrics is None:
-        return metadata
+        return {}
     plain: dict[str, float] = {}
     for name, value in metrics.items():
         try:
@@ -231,7 +314,7 @@ def with_metrics(metadata: dict[str, Any], metrics: Mapping[str, float] | None) 
             raise InvalidRequest(f"metrics: {name!r} is a number, not {value!r}") from error
         if not isinstance(name, str):
             raise InvalidRequest(f"metrics: a name is a string, not {name!r}")
-    return {**metadata, METRICS: plain}
+    return {METRICS: plain}
 
 
 def metrics_of(manifest: Manifest) -> dict[str, float]:

@@ -14,11 +14,12 @@ from milepost.commit.beside import names_at
 from milepost.commit.find import REMOVED, generations_in, is_committed, lacks_files, patiently, removals_in
 from milepost.core.manifest import generation_of
 from milepost.errors import InvalidRequest
-from milepost.formats.read.recognise import looks_foreign, names_look_foreign
+from milepost.formats.read.names import looks_foreign, names_look_foreign
 from milepost.steps.names import MAX_STEP, StepNames, is_folder, names_in
 from milepost.store import LocalStore, Store, Within
 from milepost.store.stopping import side_by_side
 
+S = TypeVar("S")
 T = TypeVar("T")
 _PAUSES_S = (0.0, 0.0, 0.001, 0.004, 0.016, 0.064)
 _LOOKS = 16
@@ -44,6 +45,9 @@ class Survey(Protocol):
 
     def newest(self) -> tuple[int, str] | None:
         """The newest of `steps`, and the folder that it is read from."""
+
+    def recent(self, count: int) -> list[tuple[int, str]]:
+        """The newest of `steps`, newest first, and the folder of each. Asks few folders where that costs a request."""
 
     def untried(self, skipped: Collection[int]) -> tuple[int, str] | None:
         """The newest step other than these, and its folder. Waits where a listing may be old."""
@@ -133,6 +137,13 @@ class FileSurvey(_Places):
         """See `Survey`."""
         step = self.latest()
         return None if step is None else (step, self.folder_of(step))
+
+    def recent(self, count: int) -> list[tuple[int, str]]:
+        """See `Survey`. One look at all folders, however many are asked for."""
+        committed = self.committed()
+        others = self._foreign(committed)
+        newest = sorted(committed.keys() | others.keys(), reverse=True)[:count]
+        return [(step, self.only(step, () if step in committed else others[step])) for step in newest]
 
     def is_there(self, step: int) -> bool:
         """See `Survey`. The listing of the root may be old, so it is looked for by its name, too."""
@@ -291,6 +302,20 @@ class ObjectSurvey(_Places):
                         return step, self.only(step, reading)
         return None
 
+    def recent(self, count: int) -> list[tuple[int, str]]:
+        """See `Survey`. Asks the newest first, as `untried` does: about one folder for each step."""
+        asked: set[int] = set()
+        found: list[tuple[int, str]] = []
+        while not found and (listed := self._listed(asked)):
+            asked |= listed.keys()
+            for some in _growing(sorted(listed, reverse=True)):
+                readings = self._each(lambda step: self._reading(step, listed[step]), some)
+                pairs = zip(some, readings, strict=True)
+                found += [(step, self.only(step, reading)) for step, reading in pairs if reading is not None]
+                if len(found) >= count:
+                    break
+        return found[:count]
+
     def is_there(self, step: int) -> bool:
         """See `Survey`."""
         return self._look_up(step) is not None
@@ -401,8 +426,8 @@ def survey_of(root: Store, names: StepNames) -> Survey:
     return ObjectSurvey(root, names) if root.traits.is_current else FileSurvey(root, names)
 
 
-def each(root: Store, look: Callable[[int], T], steps: Iterable[int]) -> list[T]:
-    """What `look` gives for each step; several at the same time, as many as the store bears."""
+def each(root: Store, look: Callable[[S], T], steps: Iterable[S]) -> list[T]:
+    """What `look` gives for each step, or name of one; several at the same time, as many as the store bears."""
     return side_by_side(look, steps, root.traits.requests or _LOOKS)
 
 

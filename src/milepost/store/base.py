@@ -13,6 +13,7 @@ was first. Whoever gets it looks:
 `milepost.testing.ReplyLosingStore` makes any store lose its replies.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -91,6 +92,23 @@ class Reader(Protocol):
 
     def close(self) -> None:
         """Close the object."""
+
+
+class OneWayReader(ABC):
+    """The part of a `Reader` that has only one way to read."""
+
+    @abstractmethod
+    def read(self, offset: int, views: Sequence[memoryview]) -> None:
+        """See `Reader`."""
+
+    def is_cold(self, offset: int, length: int) -> bool:
+        """Never: no other way would be faster."""
+        del offset, length
+        return False
+
+    def read_cold(self, offset: int, block: memoryview) -> None:
+        """Like `read`."""
+        self.read(offset, [block])
 
 
 @runtime_checkable

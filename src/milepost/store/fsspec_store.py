@@ -19,7 +19,7 @@ from typing import Any
 
 from milepost.core.limits import MIB
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, StorageError
-from milepost.store.base import FILES, Buffer, Store, Traits, check_name
+from milepost.store.base import FILES, Buffer, OneWayReader, Store, Traits, check_name
 from milepost.store.cloud.client import has_obstore
 from milepost.store.cloud.store import CloudStore
 from milepost.store.cloud.url import PROVIDERS
@@ -62,8 +62,8 @@ def view_by_fsspec(url: str) -> Store:
         raise InvalidRequest(f"{shown!r} cannot be read yet: {error}") from error
     except ValueError:
         raise InvalidRequest(
-            f"{shown!r}: there is no kind of place called {scheme!r}. Pass a path, a URL of a kind that "
-            "milepost.store.store_at names, or a Store object"
+            f"{shown!r}: there is no kind of place called {scheme!r}. A place is a path, or a URL of s3, gs, az, file, "
+            "memory, https, http, or what fsspec knows: hf, sftp, github, ..."
         ) from None
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else tuple(kind.protocol)
     return store_by_fsspec(url) if "file" in protocols else FsspecView(url)
@@ -341,7 +341,7 @@ class FsspecObject:
                 self._store.delete(self._name)
 
 
-class FsspecReading:
+class FsspecReading(OneWayReader):
     """Reads one object, from several threads at once."""
 
     def __init__(self, store: FsspecStore, name: str, size_bytes: int) -> None:
@@ -361,15 +361,6 @@ class FsspecReading:
         for view in views:
             view[:] = data[: len(view)]
             data = data[len(view) :]
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        """Never: there is one way to read."""
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        """Like `read`."""
-        self.read(offset, [block])
 
     def close(self) -> None:
         """Nothing to close."""

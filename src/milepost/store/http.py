@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, quote, unquote
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import generation_of, manifest_name
 from milepost.errors import CheckpointDamaged, StorageError
-from milepost.store.base import Traits, check_name, top_names
+from milepost.store.base import OneWayReader, Traits, check_name, top_names
 from milepost.store.http_client import REFUSED, Found, HttpClient, HttpRefusal, login_of, refuse_change, split
 from milepost.store.read_only import ReadOnlyStore
 from milepost.store.stopping import side_by_side
@@ -160,7 +160,7 @@ class HttpStore(ReadOnlyStore):
         return f"{self._url} is only read: a checkpoint cannot be saved over HTTP; {advice}"
 
 
-class HttpReader:
+class HttpReader(OneWayReader):
     """Reads one object by ranges, from several threads at once."""
 
     def __init__(self, store: HttpStore, name: str, size_bytes: int | None) -> None:
@@ -198,15 +198,6 @@ class HttpReader:
         if stop > found.size_bytes:
             raise StorageError(f"{self._where} ends before byte {stop}: it has {found.size_bytes} bytes")
         self._found = found
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        """Never: there is one way to read."""
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        """Like `read`."""
-        self.read(offset, [block])
 
     def close(self) -> None:
         """Nothing to close: connections belong to the store."""

@@ -8,6 +8,7 @@ no request to this place succeeded.
 import base64
 import contextlib
 import http.client
+import logging
 import os
 import random
 import re
@@ -23,10 +24,14 @@ from urllib.request import getproxies, proxy_bypass
 
 from milepost.core.limits import KIB, MIB
 from milepost.errors import CheckpointDamaged, InvalidRequest, StorageError
+from milepost.events.operation import current
 from milepost.store.stopping import is_stopped
 
+_log = logging.getLogger("milepost")
 PATIENCE_S = 60.0
 """How long requests are tried again while none succeeds."""
+TELL_AFTER_S = 3.0
+"""When the log says that requests go on failing."""
 STALL_S = 30.0
 """How long a connection may be silent."""
 _PAUSES_S = (0.1, 10.0)
@@ -88,7 +93,7 @@ class HttpClient:
 
         Raises FileNotFoundError, HttpRefusal, and StorageError when patience ends.
         """
-        began, pause = time.monotonic(), _PAUSES_S[0]
+        began, pause, failures, told = time.monotonic(), _PAUSES_S[0], 0, False
         while True:
             try:
                 found = self._attempt(url, shown, start, views)
@@ -105,7 +110,18 @@ class HttpClient:
                         "can this machine reach it?"
                     ) from error
                 asked = error.pause_s if isinstance(error, _TryAgain) else 0.0
-                time.sleep(min(max(pause * random.uniform(0.5, 1.5), asked), self._patience_s))  # noqa: S311  # no secret
+                wait_s = min(max(pause * random.uniform(0.5, 1.5), asked), self._patience_s)  # noqa: S311  # no secret
+                failures += 1
+                if not told and waited_s >= TELL_AFTER_S:
+                    told = True
+                    _log.warning(
+                        "no answer from %s for %.0f s: %s. Trying again for up to %.0f s",
+                        shown, waited_s, _say(error), self._patience_s,
+                    )  # fmt: skip
+                operation = current()
+                if operation is not None:
+                    operation.retried("get", shown, failures, wait_s, _say(error))
+                time.sleep(wait_s)
                 pause = min(2 * pause, _PAUSES_S[1])
             else:
                 self._last_success = time.monotonic()

@@ -11,10 +11,6 @@ from urllib.parse import unquote
 
 from milepost.errors import InvalidRequest
 from milepost.store.base import Store
-from milepost.store.cloud.store import CloudStore
-from milepost.store.cloud.url import PROVIDERS
-from milepost.store.fsspec_store import view_by_fsspec
-from milepost.store.http import HttpStore
 from milepost.store.local import LocalStore
 from milepost.store.memory import MemoryStore
 from milepost.store.read_only import refuse_read_only
@@ -55,10 +51,19 @@ def _at_url(scheme: str, rest: str, path: str) -> Store:
             what = "no URL names a home folder" if host.startswith("~") else f"it names the host {host!r}"
             raise InvalidRequest(f"{path!r}: {what}; a file URL has three slashes and the whole path: file:///path")
         return _in_folder(unquote(f"/{inside}", errors="surrogateescape"))
+    # What talks to a network takes a while to import, and most places are paths.
+    from milepost.store.cloud.url import PROVIDERS  # noqa: PLC0415
+
     if scheme in PROVIDERS:
+        from milepost.store.cloud.store import CloudStore  # noqa: PLC0415
+
         return CloudStore(f"{scheme}://{rest}")
     if scheme in ("http", "https"):
+        from milepost.store.http import HttpStore  # noqa: PLC0415
+
         return HttpStore(path)
+    from milepost.store.fsspec_store import view_by_fsspec  # noqa: PLC0415
+
     return view_by_fsspec(path)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from milepost.errors import AlreadyExists, InvalidRequest, StorageError
-from milepost.store.base import FILES, Buffer, Traits, check_name, top_names
+from milepost.store.base import FILES, Buffer, OneWayReader, Traits, check_name, top_names
 
 
 class MemoryStore:
@@ -102,7 +102,7 @@ class MemoryWriter:
         self._data.clear()
 
 
-class MemoryReader:
+class MemoryReader(OneWayReader):
     """Reads one object."""
 
     def __init__(self, url: str, data: bytes) -> None:
@@ -121,15 +121,6 @@ class MemoryReader:
         for view in views:
             view[:] = self._data[offset : offset + len(view)]
             offset += len(view)
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        """Never: it is memory."""
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        """Like `read`."""
-        self.read(offset, [block])
 
     def close(self) -> None:
         """Nothing to close."""

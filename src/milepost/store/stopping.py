@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from milepost.events.operation import carried
+
 Item = TypeVar("Item")
 Found = TypeVar("Found")
 _of_thread = threading.local()
@@ -51,7 +53,7 @@ def side_by_side(work: Callable[[Item], Found], items: Iterable[Item], threads: 
 
     pool = ThreadPoolExecutor(min(threads, len(items)), "milepost")
     try:
-        return list(pool.map(one, items))
+        return list(pool.map(carried(one), items))
     finally:
         ended = True
         pool.shutdown(cancel_futures=True)

@@ -4,7 +4,8 @@ import threading
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from milepost.comm import BoardComm, Caller, Comm, MemoryBoard, Phase
+from milepost.comm import BoardComm, Comm, MemoryBoard, Phase
+from milepost.core.caller import Caller
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from milepost.core.agreement import GroupPlan, Overview, Terms, conclude, group_
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES
+from milepost.core.history import pack_times
 from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import Manifest, ShardFile, new_manifest, seal
@@ -116,7 +117,7 @@ class SimulatedSave:
         """
         others = self.world - 1
         aim = (1, "00000001-0123456789abcdef")  # as an `Aim` is packed; importing that class would import torch
-        start = (aim, self.terms.id if steady else b"", False, True)
+        start = (aim, self.terms.id if steady else b"", False, True, "")
         total = self.world * _decision_bytes(msgspec.msgpack.encode(start))
         if not steady:
             terms = msgspec.json.encode(self.terms)
@@ -129,8 +130,10 @@ class SimulatedSave:
             layout.replicas().shape[1] > 1 for layout in self.overview.layouts if not isinstance(layout, Boxes)
         )
         size = self.bytes_written(0)
-        result = (bytes(8), bytes(8), {bytes(8): bytes(8)} if copied else {}, size, 4096, bytes(8), size, b"")
-        answer = (True, size * self.world, False, False, ())
+        replicas = {bytes(8): bytes(8)} if copied else {}
+        times = pack_times(dict.fromkeys(("describing", "planning", "writing"), 1.0))
+        result = (bytes(8), bytes(8), replicas, size, 4096, bytes(8), size, b"", 0, b"", times)
+        answer = (True, size * self.world, False, False, (), None)
         return (
             total
             + others * 2 * _report_bytes(msgspec.msgpack.encode(result))

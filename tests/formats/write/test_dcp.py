@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 import milepost
 from milepost.core.box import Box
 from milepost.core.dtypes import DTYPES
+from milepost.data.new_files import committed
 from milepost.data.transfer import Meter, Transfer
-from milepost.data.write import committed
 from milepost.formats.write.content import write_range
 from milepost.formats.write.dcp import DcpFile, bytes_of_value, chunks_of, metadata_bytes, tensor_record
 from milepost.formats.write.torchfile import TensorStub

@@ -6,26 +6,30 @@ import socket
 import subprocess
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import send_handle
 from typing import Any
 
 from milepost.background.process.messages import (
     Cancel,
-    Ended,
     GivenUp,
+    HealthAsked,
+    HealthTold,
     MeetingPlace,
     Memory,
     Order,
+    OrderEnded,
     Ranks,
+    Relayed,
     Told,
     unpack_error,
 )
 from milepost.background.process.start import start_process
-from milepost.data.threads import Latch
-from milepost.data.transfer import Watcher
 from milepost.errors import WriterDied
+from milepost.events.records import Event
+from milepost.saving.health import verdict_of
+from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 
 _log = logging.getLogger("milepost")
@@ -55,7 +59,7 @@ class Link:
         """Tell the process its rank. Returns the port at which the ranks meet, if that is in this process."""
         self._send(ranks)
         answer = self._receive(time.monotonic() + _START_S)
-        if isinstance(answer, Ended):
+        if isinstance(answer, OrderEnded):
             raise unpack_error(answer.error)
         assert isinstance(answer, MeetingPlace)
         return answer.port
@@ -75,21 +79,26 @@ class Link:
         self._numbers += 1
         return self._numbers
 
-    def outcome(self, number: int, watcher: Watcher | None, cancelled: Latch | None) -> Receipt:
-        """Wait for the end of a save. Raises the error of the save, or WriterDied."""
-        asked = False
+    def outcome(self, number: int, options: SaveOptions, relay: Callable[[Event], None]) -> Receipt:
+        """Wait for the end of a save, and `relay` its events. Raises the error of the save, or WriterDied."""
+        watcher, cancelled, asked = options.progress, options.cancelled, False
         while True:
             if cancelled is not None and cancelled.is_set() and not asked:
                 asked = True
                 self._send(Cancel(number))
             message = self._receive(None)
-            if isinstance(message, Told) and watcher is not None:
+            if isinstance(message, Relayed):
+                relay(message.event)
+            elif isinstance(message, HealthAsked):
+                assert callable(options.healthy)
+                self._send(HealthTold(message.number, verdict_of(options.healthy, message.check)))
+            elif isinstance(message, Told) and watcher is not None:
                 try:
                     watcher(message.progress)
                 except Exception:  # noqa: BLE001  # as in a Meter: showing the progress must not stop the work
                     _log.warning("the progress callback failed and is not called again", exc_info=True)
                     watcher = None
-            elif isinstance(message, Ended) and message.number == number:
+            elif isinstance(message, OrderEnded) and message.number == number:
                 for text in message.warnings:
                     warnings.warn(text, RuntimeWarning, stacklevel=2)
                 if message.error:

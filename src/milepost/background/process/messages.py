@@ -4,11 +4,16 @@ import pickle
 from dataclasses import dataclass
 
 from milepost.comm.together import failure_of
+from milepost.core.statistics import Health
 from milepost.data.transfer import Progress
-from milepost.errors import CheckpointError
+from milepost.errors import CheckpointError, InvalidRequest
+from milepost.events.operation import OperationSeed
+from milepost.events.records import Event
 from milepost.saving.describe import Described
+from milepost.saving.health import HealthCheck
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
+from milepost.store import Store
 
 FINISHED = "writers/finished"
 """The counter, in the store at which the processes meet, of those that have finished with the store.
@@ -43,7 +48,10 @@ class Memory:
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """To the process: save this from the memory. `described` has slots in place of tensors; `store` is pickled."""
+    """To the process: save this from the memory. `described` has slots in place of tensors; `store` is pickled.
+
+    `has_rule`: whether the trainer has a rule for healthy checkpoints, which the process asks for (`HealthAsked`).
+    """
 
     number: int
     url: str
@@ -51,6 +59,8 @@ class Order:
     described: Described
     options: SaveOptions
     tells: bool
+    has_rule: bool
+    operation: OperationSeed
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +85,47 @@ class Told:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class Relayed:
+    """From the process: something happened that listeners of the trainer hear of."""
+
+    event: Event
+
+
+@dataclass(frozen=True, slots=True)
+class HealthAsked:
+    """From the process: what does the trainer's rule say of this checkpoint? The process waits for `HealthTold`."""
+
+    number: int
+    check: HealthCheck
+
+
+@dataclass(frozen=True, slots=True)
+class HealthTold:
+    """To the process: what the rule says."""
+
+    number: int
+    verdict: Health
+
+
+@dataclass(frozen=True, slots=True)
+class OrderEnded:
     """From the process: the save has ended, with a receipt or a pickled error, and with these warnings."""
 
     number: int
     receipt: Receipt | None
     error: bytes
     warnings: tuple[str, ...]
+
+
+def pack_store(store: Store) -> bytes:
+    """The store as bytes. Raises InvalidRequest if it cannot be used in another process."""
+    try:
+        return pickle.dumps(store)
+    except Exception as error:
+        raise InvalidRequest(
+            f"a process cannot save to {store.url}: a {type(store).__name__} belongs to this one ({error}). "
+            'Use background="thread".'
+        ) from error
 
 
 def pack_error(error: BaseException) -> bytes:

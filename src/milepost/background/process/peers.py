@@ -1,7 +1,7 @@
 """The writing processes of all ranks, as one rank sees them."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -12,12 +12,14 @@ from milepost.comm.distributed import TorchBoard, key_value_store
 from milepost.core.agreement import Plans
 from milepost.core.wire import Wire
 from milepost.errors import CheckpointError, WriterDied
+from milepost.events.operation import OperationSeed
+from milepost.events.records import Event
 from milepost.saving.describe import Described
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 from milepost.state.values import Codec
 
-_STARTING = Announcement("starting the writing processes", Wire(tuple[str, int]))
+_STARTING = Announcement("starting the writing processes", Wire(tuple[str, int]), "starting")
 
 
 class Writers:
@@ -44,7 +46,8 @@ class Writers:
             return
         call = Call("saving in", "the background")
         address = broadcast(comm, call, _STARTING, lambda: self._start(comm, own_address))
-        together(comm, call, "connecting the writing processes", lambda: self._connect(comm, address))
+        step = "connecting the writing processes"
+        together(comm, call, step, lambda: self._connect(comm, address), "starting")
         self._store = key_value_store(address)
         board = TorchBoard(self._store, comm.size)
         self.comm = BoardComm(board, comm.rank, comm.size, comm.timeout_s, comm.index_of, comm.coordinator)
@@ -63,21 +66,26 @@ class Writers:
             self.link.share(handle, size_bytes)
         self.shared_version = version
 
-    def hand_over(self, url: str, store: bytes, described: Described, options: SaveOptions) -> int:
+    def hand_over(
+        self, url: str, store: bytes, described: Described, options: SaveOptions, operation: OperationSeed
+    ) -> int:
         """Give a save to the process, which will do it even if the trainer dies. Returns the number of the order.
 
         If the process is dead, the other ranks hear of it.
         """
         number = self.link.next_number()
+        has_rule = callable(options.healthy)
         plain = replace(options, metadata={}, codec=Codec(), plans=Plans(), progress=None, cancelled=None)
+        plain = replace(plain, healthy=options.healthy is True)
+        tells = options.progress is not None
         with self._in_touch():
-            self.link.hand_over(Order(number, url, store, described, plain, options.progress is not None))
+            self.link.hand_over(Order(number, url, store, described, plain, tells, has_rule, operation))
         return number
 
-    def outcome(self, number: int, options: SaveOptions) -> Receipt:
-        """Wait for the end of a save. If the process dies, the other ranks hear of it."""
+    def outcome(self, number: int, options: SaveOptions, relay: Callable[[Event], None]) -> Receipt:
+        """Wait for the end of a save, and `relay` its events. If the process dies, the other ranks hear of it."""
         with self._in_touch():
-            return self.link.outcome(number, options.progress, options.cancelled)
+            return self.link.outcome(number, options, relay)
 
     @contextlib.contextmanager
     def _in_touch(self) -> Iterator[None]:

@@ -18,6 +18,7 @@ import threading
 import time
 import warnings
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from typing import Any, NoReturn, cast
@@ -27,12 +28,15 @@ import torch
 from milepost.background.process.messages import (
     FINISHED,
     Cancel,
-    Ended,
     GivenUp,
+    HealthAsked,
+    HealthTold,
     MeetingPlace,
     Memory,
     Order,
+    OrderEnded,
     Ranks,
+    Relayed,
     Told,
     pack_error,
 )
@@ -43,6 +47,9 @@ from milepost.core.agreement import Plans
 from milepost.data.threads import Latch
 from milepost.data.transfer import Progress
 from milepost.errors import InvalidRequest, RanksMissing, WriterDied
+from milepost.events.listeners import LISTENERS
+from milepost.events.operation import Operation
+from milepost.saving.health import HealthCheck, all_finite
 from milepost.saving.pipeline import Receipt, save_state
 from milepost.store import Store
 
@@ -60,6 +67,7 @@ class WriterProcess:
     def __init__(self, connection: Connection, trainer: int) -> None:
         self._connection, self._trainer = connection, trainer
         self._orders: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._verdicts: queue.SimpleQueue[HealthTold | None] = queue.SimpleQueue()
         self._cancelled: dict[int, Latch] = {}
         self._lock = threading.Lock()
         self._comm: Comm = Solo()
@@ -70,6 +78,7 @@ class WriterProcess:
 
     def run(self) -> None:
         """Do the trainer's orders until it is gone."""
+        LISTENERS.forward_to(lambda event: self._tell(Relayed(event)))
         threading.Thread(target=self._listen, daemon=True).start()
         reason: str | None = "the trainer of this rank ended before it had handed this save over"
         while (message := self._orders.get()) is not None:
@@ -94,6 +103,7 @@ class WriterProcess:
         except (EOFError, OSError):
             pass
         finally:
+            self._verdicts.put(None)
             self._orders.put(None)
 
     def _watch(self) -> None:
@@ -112,6 +122,9 @@ class WriterProcess:
     def _take(self, message: Any) -> None:
         if isinstance(message, Cancel):
             self._event(message.number).set()
+            return
+        if isinstance(message, HealthTold):
+            self._verdicts.put(message)
             return
         if isinstance(message, Memory):
             message = recv_handle(self._connection), message.size_bytes
@@ -141,7 +154,7 @@ class WriterProcess:
             self._comm = BoardComm(board, ranks.rank, ranks.size, ranks.timeout_s, coordinator=ranks.coordinator)
             self._tell(MeetingPlace(address[1]))
         except Exception as error:  # noqa: BLE001  # sent to the trainer
-            self._tell(Ended(-1, None, pack_error(error), ()))
+            self._tell(OrderEnded(-1, None, pack_error(error), ()))
 
     def _map(self, handle: int, size_bytes: int) -> None:
         self._memory = torch.frombuffer(mmap.mmap(handle, size_bytes), dtype=torch.uint8)
@@ -162,7 +175,7 @@ class WriterProcess:
         texts = tuple(str(one.message) for one in caught if issubclass(one.category, RuntimeWarning))
         with self._lock:
             self._cancelled.pop(order.number, None)
-        self._tell(Ended(order.number, receipt, failed, texts))
+        self._tell(OrderEnded(order.number, receipt, failed, texts))
 
     def _saved(self, order: Order) -> Receipt:
         def tell(progress: Progress) -> None:
@@ -177,10 +190,16 @@ class WriterProcess:
             plans=self._plans,
             progress=tell if order.tells else None,
             cancelled=self._event(order.number),
+            healthy=partial(self._ask, order.number) if order.has_rule else order.options.healthy,
         )
-        store = _store_of(order)
+        store, comm = _store_of(order), self._comm
+        operation = Operation.grown(order.operation, comm.rank, comm.size, comm.rank == comm.coordinator)
+
+        def save() -> Receipt:
+            return save_state(None, store, comm, options, lambda: in_place_of(order.described, in_memory))
+
         try:
-            return save_state(None, store, self._comm, options, lambda: in_place_of(order.described, in_memory))
+            return operation.part(save)  # the trainer tells its beginning and its end
         except RanksMissing as error:
             if error.__cause__ is None:
                 raise  # some did not come in time
@@ -188,6 +207,15 @@ class WriterProcess:
                 f"the writing process of rank {self._comm.coordinator}, where those of all ranks meet, cannot be "
                 f"reached ({error.__cause__}). The next save starts others."
             ) from error
+
+    def _ask(self, number: int, check: HealthCheck) -> bool | str:
+        """The verdict of the trainer's rule. If the trainer has died, that of the default rule."""
+        self._tell(HealthAsked(number, check))
+        told = self._verdicts.get()
+        if told is None:
+            self._verdicts.put(None)  # for the next save
+        verdict = told.verdict if told is not None else all_finite(check.nan, check.inf, check.keys)
+        return verdict.ok or verdict.reason
 
     def _leave(self, reason: str | None) -> None:
         """End. Other ranks hear the reason, if there is one. The coordinator's process waits a little for them."""

@@ -7,7 +7,7 @@ from milepost.comm import Announcement, Call, Comm, Solo, broadcast
 from milepost.core.wire import Wire
 from milepost.errors import WriterDied
 
-_CHOOSING = Announcement("choosing the writing processes", Wire(int))
+_CHOOSING = Announcement("choosing the writing processes", Wire(int), "starting")
 
 
 class WriterSupervisor:

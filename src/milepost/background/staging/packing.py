@@ -8,6 +8,7 @@ import torch
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import DTYPES, size_bytes
+from milepost.core.shardfile import file_order
 from milepost.data.late import ready
 from milepost.data.write import EntryToWrite
 from milepost.saving.describe import Described
@@ -51,7 +52,7 @@ def pack(described: Described, limit_bytes: int, begin: int = 0) -> Packed:
     ]
     held += [(ready(entry.data), entry.header.dtype, tuple(entry.header.shape)) for entry in described.private]
     # As the writer orders its file, so that what is written in one run lies here in one run.
-    held.sort(key=lambda one: -DTYPES[one[1]].size_bytes)
+    held.sort(key=lambda one: file_order(one[1], size_bytes(one[1], one[2])))
     known: dict[Any, Slot] = {}
     slots: dict[int, Slot] = {}
     sources: list[tuple[torch.Tensor, Slot]] = []

@@ -21,6 +21,7 @@ from milepost.background.staging.packing import Packed, Slot, in_place_of, pack
 from milepost.core.box import Shape
 from milepost.data.threads import Latch
 from milepost.data.write import EntryToWrite
+from milepost.events.operation import moved
 from milepost.saving.describe import Described, no_callback
 from milepost.state.versions import Versions
 
@@ -186,6 +187,7 @@ class Staging:
         if (later or self._packed.left_out) and self._rest_may_wait() and not self.at_return.is_set():
             self._let_return()
         self._stager.copier.copy(later, self._moment, check)
+        moved(self._packed.size_bytes)
         self.check_unchanged()
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
 
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling, operating_on
 from milepost.comm.base import Solo
 from milepost.comm.distributed import ranks_of
 from milepost.dcp._engine.saved_metadata import SavedMetadata, metadata_at
@@ -30,7 +30,8 @@ def save_with(state: MakeState, storage_writer: Any, planner: Any, comm: Comm) -
     state = cache(state)
     with raising_checkpoint_exceptions("save", comm):
         chosen = route(storage_writer, planner)
-        with calling(comm, Call("saving to", place_of(chosen.writer))):
+        place = place_of(chosen.writer)
+        with calling(comm, Call("saving to", place)), operating_on(comm, "save", place, wraps=True):
             if isinstance(chosen, GlobalPlanner):
                 return _save_by_global_plan(state, chosen, comm)
             return _save_by_local_plans(state, chosen, comm)

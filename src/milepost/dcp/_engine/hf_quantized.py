@@ -15,7 +15,7 @@ import torch
 
 from milepost.dcp._engine.hf_read import HuggingFaceStorageReader, read_weight_map, slices_of
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest
-from milepost.formats.read.huggingface import INDEX
+from milepost.formats.read.names import INDEX
 from milepost.planning.records import (
     ChunkStorageMetadata,
     Metadata,

@@ -24,7 +24,8 @@ from milepost.data.transfer import Meter, run_all
 from milepost.dcp._engine.hf_names import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY, SUFFIX, HFStorageInfo, local_path
 from milepost.dcp.filesystem import FileSystem
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, InvalidState, UnsafeCheckpoint
-from milepost.formats.read.huggingface import INDEX, LABEL, MAX_INDEX_BYTES, check_one_save, type_of
+from milepost.formats.read.huggingface import LABEL, MAX_INDEX_BYTES, check_one_save, type_of
+from milepost.formats.read.names import INDEX
 from milepost.formats.read.safetensors_file import SafetensorsFile
 from milepost.planning.items import box_of
 from milepost.planning.protocol import LoadPlanner, StorageReader

@@ -34,7 +34,8 @@ from milepost.dcp._engine.hf_names import (
 from milepost.dcp._engine.stagers import BlockingAsyncStager
 from milepost.dcp.filesystem import FileSystem, SerializationFormat
 from milepost.errors import InvalidRequest, StorageError
-from milepost.formats.read.huggingface import INDEX, LABEL, SHARDED, SINGLE, SaveLabel, pack_label
+from milepost.formats.read.huggingface import LABEL, SaveLabel, pack_label
+from milepost.formats.read.names import INDEX, SHARDED, SINGLE
 from milepost.formats.write.files import NewFiles, owned, refuse_existing
 from milepost.formats.write.huggingface import MODEL, HfFile, index_json, make_file, refuse_unknown
 from milepost.planning.protocol import SavePlanner, StorageWriter

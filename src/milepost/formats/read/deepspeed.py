@@ -22,6 +22,7 @@ from milepost.data.read import read_small
 from milepost.errors import CheckpointDamaged, CheckpointError, UnsupportedFormat
 from milepost.formats.read.archive import Archive, Window
 from milepost.formats.read.content import Strided, order_of, read_content
+from milepost.formats.read.names import DEEPSPEED, is_deepspeed
 from milepost.formats.read.spots import BackingStorage, Spot, spot_of
 from milepost.formats.read.torchfile import placed_in
 from milepost.formats.read.virtual import (
@@ -38,18 +39,12 @@ from milepost.store import Store
 _LATEST = ("latest", "latest_universal")
 _STEP = re.compile(r"[\w.-]*[\w-][\w.-]*")
 _MAX_NAMES = 1_000_000
-_MODEL = re.compile(r"(?:zero_pp_rank_([0-9]{1,6})_)?mp_rank_([0-9]{1,6})(?:_[0-9]+)?_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_|fp16_)?zero_pp_rank_([0-9]{1,6})_mp_rank_([0-9]{1,6})_optim_states\.pt")
 _UNIVERSAL = "zero/"
 _INTERNAL = {"module", "optimizer", "param_shapes", "frozen_param_shapes", "frozen_param_fragments", "shared_params"}
 _PARTS = ("model_states.pt", "optim_states.pt")
 _CONVERT = "DeepSpeed's own ds_to_universal makes a universal folder of it, which Milepost reads."
 _BY_HAND = "Load it with DeepSpeed, and save the state of the module with Milepost."
-
-
-def is_deepspeed(names: set[str]) -> bool:
-    """Whether these are the names of one step of DeepSpeed."""
-    return any(map(_MODEL.fullmatch, names))
 
 
 def read_deepspeed(store: Store, names: set[str]) -> ForeignState | None:
@@ -113,7 +108,7 @@ class _Folder:
 
     def read(self) -> ForeignState:
         """The whole state."""
-        models = sorted((int(m[2]), int(m[1] or 0), n) for n in self._names if (m := _MODEL.fullmatch(n)))
+        models = sorted((int(m[2]), int(m[1] or 0), n) for n in self._names if (m := DEEPSPEED.fullmatch(n)))
         self._refuse_parallel({number for number, _, _ in models})
         opened = [self._open(name) for _, _, name in models]
         if not all(isinstance(content, dict) and isinstance(content.get("module"), dict) for content in opened):
@@ -153,7 +148,9 @@ class _Folder:
         other = sorted(
             name
             for name in self._names
-            if "/" not in name and name.endswith(_PARTS) and not (_MODEL.fullmatch(name) or _OPTIMIZER.fullmatch(name))
+            if "/" not in name
+            and name.endswith(_PARTS)
+            and not (DEEPSPEED.fullmatch(name) or _OPTIMIZER.fullmatch(name))
         )
         if other:
             raise UnsupportedFormat(

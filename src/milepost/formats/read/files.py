@@ -25,6 +25,7 @@ from milepost.formats.read.content import read_tensor
 from milepost.formats.read.crc import Cursor, RangeSum, Sums
 from milepost.formats.read.spots import GAP_BYTES, BackingStorage, FileEntry, Item, Spot, gather, spot_of
 from milepost.store import Reader, Store
+from milepost.store.base import OneWayReader
 
 _ALIGN = 64
 SLACK_BYTES = MIB
@@ -219,7 +220,7 @@ class ForeignFile(VerifiedFile):
             damaged = self._checks.damaged(start, [block])
             found.extend(Damage(self.name, self._explain_sum(one), (one.what,)) for one in damaged)
 
-        self._read_through(look, transfer, meter)
+        self.read_through(look, transfer, meter, verify=False)
         return found
 
     def close(self) -> None:
@@ -255,7 +256,7 @@ class ForeignFiles(Files):
         return ForeignFile(self._store, name, self._slots[rank], lambda: self._opening(name))
 
 
-class _Warm:
+class _Warm(OneWayReader):
     """A reader whose entries have new addresses, so that direct reads cannot use the pages of the file."""
 
     def __init__(self, reader: Reader) -> None:
@@ -264,13 +265,6 @@ class _Warm:
 
     def read(self, offset: int, views: Sequence[memoryview]) -> None:
         self._reader.read(offset, views)
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        self._reader.read(offset, [block])
 
     def close(self) -> None:
         self._reader.close()

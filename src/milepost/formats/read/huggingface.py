@@ -2,7 +2,6 @@
 
 import contextlib
 import math
-import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -21,12 +20,6 @@ from milepost.formats.read.spots import Spot
 from milepost.formats.read.virtual import FileBox, ForeignState, PlacedTensor
 from milepost.store import LocalStore, Reader, Store
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-NUMBERED = re.compile(r"(?!shard-[0-9]{5,}-).+-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-"""One of several files, of a model, an adapter or another part of one. An index says which belong together."""
-SHARDED = re.compile(r"shard-[0-9]{5,}-model-[0-9]{5,}-of-[0-9]{5,}\.safetensors")
-"""A file of one rank, as torch's distributed writer and Milepost's name it."""
 LABEL = "milepost_save"
 """The note in which a file says which save wrote it, and of how many files: no index says so for files of ranks."""
 MAX_INDEX_BYTES = 256 * MIB

@@ -1,19 +1,17 @@
 """Recognises checkpoints of other libraries."""
 
 import contextlib
-from itertools import islice
 
 from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.formats.read.dcp import read_dcp
-from milepost.formats.read.deepspeed import is_deepspeed, read_deepspeed
-from milepost.formats.read.huggingface import INDEX, NUMBERED, SINGLE, read_files, read_folder, read_one_file
+from milepost.formats.read.deepspeed import read_deepspeed
+from milepost.formats.read.huggingface import read_files, read_folder, read_one_file
+from milepost.formats.read.names import INDEX, NUMBERED, SINGLE, names_at_top
 from milepost.formats.read.torchfile import read_torch_file
 from milepost.formats.read.virtual import Foreign, ForeignState, virtual
-from milepost.store import HttpStore, LocalStore, Store
-
-_MAX_NAMES = 100_000
+from milepost.store import LocalStore, Store
 
 
 def recognise(store: Store) -> Foreign | None:
@@ -29,6 +27,8 @@ def recognise(store: Store) -> Foreign | None:
     around = _around(store)
     if around is not None:
         return virtual(around[0], _read_file(*around))
+    from milepost.store.http import HttpStore  # noqa: PLC0415  # a path needs no network
+
     if isinstance(store, HttpStore):
         raise CheckpointNotFound(store.not_found())
     return None
@@ -48,7 +48,7 @@ def _around(store: Store) -> tuple[Store, str] | None:
 
 
 def _read_folder(store: Store) -> ForeignState | None:
-    names = _names(store)
+    names = names_at_top(store)
     if METADATA in names:
         return read_dcp(store)
     indices = [name for name in names if name.endswith(".safetensors.index.json")]
@@ -70,24 +70,6 @@ def _read_folder(store: Store) -> ForeignState | None:
     # As Hugging Face does: others beside it are adapters, or the same weights in another layout.
     files = [SINGLE] if SINGLE in files else files
     return read_files(store, files) if files else None
-
-
-def looks_foreign(store: Store) -> bool:
-    """Whether this place looks like a whole checkpoint of another library, by its names. Nothing is opened."""
-    return names_look_foreign(_names(store))
-
-
-def names_look_foreign(names: set[str]) -> bool:
-    """Whether the names of files at the top of a place look like a whole checkpoint of another library."""
-    files = [name for name in names if name.endswith(".safetensors")]
-    indices = [name for name in names if name.endswith(".safetensors.index.json")]
-    alone = bool(files) and not any(map(NUMBERED.fullmatch, files))
-    return is_deepspeed(names) or METADATA in names or INDEX in indices or len(indices) == 1 or SINGLE in files or alone
-
-
-def _names(store: Store) -> set[str]:
-    """The names at the top of the store, without those in folders."""
-    return {name for name in islice(store.list("", shallow=True), _MAX_NAMES) if "/" not in name}
 
 
 def _read_file(store: Store, name: str) -> ForeignState:

@@ -9,10 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-import msgspec
-
 from milepost.checkpoint import open_checkpoint
-from milepost.comm import TIMEOUT_S, Call, Comm, calling, together
+from milepost.comm import TIMEOUT_S, Call, Comm, calling, operating_on, together
 from milepost.comm.distributed import ranks_of
 from milepost.commit.beside import indices_beside
 from milepost.commit.find import generations
@@ -20,8 +18,9 @@ from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
-from milepost.formats.read.huggingface import SINGLE
+from milepost.formats.read.names import SINGLE
 from milepost.formats.write.chosen import Chosen, Rename
+from milepost.formats.write.converted import Converted
 from milepost.formats.write.dcp import dcp_plan
 from milepost.formats.write.files import FolderAttempt, FolderPlan, write_together
 from milepost.formats.write.huggingface import MODEL, HfNames
@@ -40,15 +39,6 @@ if TYPE_CHECKING:
 Format = Literal["milepost", "dcp", "torch", "safetensors"]
 MAX_SHARD_BYTES = MODEL.max_shard_bytes
 """The size of a safetensors file, as Hugging Face cuts them."""
-
-
-class Converted(msgspec.Struct, frozen=True):
-    """The result of a conversion: where, in which format, how many tensors, and how many bytes of data."""
-
-    url: str
-    format: str
-    tensors: int
-    data_bytes: int
 
 
 def convert(
@@ -105,7 +95,8 @@ def convert(
         refuse_read_only(store)
         return within(transfer, host_memory_bytes)
 
-    with calling(comm, Call("converting to", store.url)) as call:
+    target_call = Call("converting to", store.url)
+    with calling(comm, target_call) as call, operating_on(comm, "convert", store.url, wraps=True) as operation:
         limited = together(comm, call, "checking the options", check)
         meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
         opened = _Origin(source, tuple(kinds), allow_pickle, rename, limited)
@@ -118,8 +109,10 @@ def convert(
                 write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
         finally:
             opened.close()
-        tensors = opened.chosen.tensors
-        return Converted(store.url, to, len(tensors), sum(saved.size_bytes for _, saved in tensors))
+        sizes = [saved.size_bytes for _, saved in opened.chosen.tensors]
+        if to != "milepost":
+            operation.commit(0, sum(sizes))
+        return Converted(store.url, to, len(sizes), sum(sizes))
 
 
 def within(transfer: Transfer | None, host_memory_bytes: int) -> Transfer:

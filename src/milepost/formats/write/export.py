@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import msgspec
 import torch
 
-from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling, defer, together
+from milepost.comm import TIMEOUT_S, Announcement, Call, Comm, broadcast, calling, defer, operating_on, together
 from milepost.comm.distributed import ranks_of
 from milepost.core.agreement import Plans
 from milepost.core.box import Box, Shape, strides_of
@@ -18,9 +18,11 @@ from milepost.core.wire import Wire
 from milepost.data.memory import Block, copy_run, needs_pinned
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, run_all
 from milepost.errors import InvalidRequest
-from milepost.formats.read.huggingface import SINGLE
+from milepost.events.operation import moved
+from milepost.formats.read.names import SINGLE
 from milepost.formats.write.chosen import Rename, choose
-from milepost.formats.write.convert import MAX_SHARD_BYTES, Converted, local_folder, within
+from milepost.formats.write.convert import MAX_SHARD_BYTES, local_folder, within
+from milepost.formats.write.converted import Converted
 from milepost.formats.write.files import FolderAttempt, FolderPlan, NewFiles, Sums
 from milepost.formats.write.huggingface import HfFile, HfNames, hf_layout, notes_of, plan_of
 from milepost.formats.write.torchfile import plain_value
@@ -88,11 +90,13 @@ def export_safetensors(
         limited = within(transfer, host_memory_bytes)
         return FolderAttempt(local_folder(store, "safetensors"), comm, limited, overwrite)
 
-    with calling(comm, Call("converting to", store.url)) as call:
+    target_call = Call("converting to", store.url)
+    with calling(comm, target_call) as call, operating_on(comm, "convert", store.url) as operation:
         attempt = together(comm, call, "checking the options", check)
         meter = Meter("save", store.url, progress if comm.rank == comm.coordinator else None)
         terms = _export(state, attempt, meter, rename, drop_values, HfNames(max_shard_bytes, file_name))
-    total = sum(tensor.size_bytes for tensor in terms.tensors)
+        total = sum(tensor.size_bytes for tensor in terms.tensors)
+        operation.commit(0, total)
     return Converted(store.url, "safetensors", len(terms.tensors), total)
 
 
@@ -129,6 +133,7 @@ def _export(
                 continue
             with files.writer(file.name, file.size_bytes, direct=False) as writer:
                 _write_file(writer, file, mine, comm.rank == comm.coordinator, size, limited, meter)
+        moved(sum(data.numel() * data.element_size() for *_, data in slabs))
         return {}
 
     attempt.run(lambda: plan_of(layout, {}, named), work, lambda *_: None)

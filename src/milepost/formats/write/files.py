@@ -26,9 +26,10 @@ from milepost.commit.removal import remove_all_generations
 from milepost.core.limits import MIB
 from milepost.core.manifest import manifest_name
 from milepost.core.wire import Wire
+from milepost.data.new_files import committed
 from milepost.data.transfer import Meter, Transfer
-from milepost.data.write import committed
 from milepost.errors import InvalidRequest, RanksDisagree, StorageError
+from milepost.events.operation import moved
 from milepost.formats.write.content import Content, PieceSum, write_range
 from milepost.formats.write.zip import endings
 from milepost.store import LocalStore
@@ -40,7 +41,7 @@ _TEMPORARY = re.compile(r"\.(.+)\.[0-9a-f]{16}\.tmp")
 Sums = dict[int, list[PieceSum]]
 """By the number of a file, the sums that a rank could not put into their place."""
 _PLANNING = Meeting("planning", Bytes(), Wire(str))
-_WRITING = Meeting("writing", Wire(Sums), Wire(NoneType))
+_WRITING = Meeting("writing", Wire(Sums), Wire(NoneType), deciding="committing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +247,7 @@ def write_together(attempt: FolderAttempt, plan: Callable[[], FolderPlan], meter
             content = plan.files[number]
             with files.writer(content.name, content.size_bytes) as writer:
                 sums[number] = write_range(writer, content, start, stop, attempt.transfer, meter)
+        moved(sum(stop - start for _, start, stop in shares))
         return sums
 
     attempt.run(plan, work, write_endings)

@@ -14,7 +14,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MAX_ENTRIES, MAX_HEADER_BYTES
 from milepost.core.shardfile import NOTES, NewEntry, count_entries
 from milepost.errors import InvalidRequest
-from milepost.formats.read.huggingface import SINGLE
+from milepost.formats.read.names import SINGLE
 from milepost.formats.write.content import Content, Data, FilePiece
 from milepost.formats.write.files import FolderPlan
 from milepost.formats.write.torchfile import plain_value

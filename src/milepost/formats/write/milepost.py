@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 import xxhash
 
-from milepost.comm import Bytes, Call, Comm, Meeting, defer, meet
+from milepost.comm import Bytes, Call, Comm, Meeting, defer, meet, operating_on
 from milepost.commit.attempt import Aim, Attempt, Contents, take_aim
 from milepost.core.division import share_out, written_by
+from milepost.core.history import phase_times
 from milepost.core.layout import Whole
 from milepost.core.manifest import ShardFile, Value
 from milepost.core.ranks import pack_ranks
@@ -24,6 +25,7 @@ from milepost.data.late import LateBox, LateReader
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import EntryToWrite
 from milepost.errors import RanksDisagree
+from milepost.events.operation import Operation, phasing
 from milepost.store import Store
 
 
@@ -44,8 +46,17 @@ class SourceContents:
 
 
 _PLANNING = Meeting("planning", Bytes(), Wire(Aim))
-_FILES: Wire[ShardFile | None] = Wire(ShardFile | None)
-_WRITING = Meeting("writing", _FILES, Wire(bool))
+
+
+class _WrittenShare(msgspec.Struct, frozen=True, array_like=True):
+    """What a rank wrote (None: nothing), how many bytes of tensors that is, and the seconds of its phases."""
+
+    file: ShardFile | None
+    data_bytes: int
+    times: bytes
+
+
+_WRITING = Meeting("writing", Wire(_WrittenShare), Wire(int), deciding="committing")
 
 
 def write_milepost(
@@ -58,8 +69,23 @@ def write_milepost(
     overwrite: bool,
 ) -> None:
     """Write and commit a checkpoint with the contents that `find` gives on every rank. Atomic, as a save is."""
+    with operating_on(comm, "convert", store.url) as operation:
+        _write(store, find, comm, transfer, meter, operation, overwrite=overwrite)
+
+
+def _write(
+    store: Store,
+    find: Callable[[], SourceContents],
+    comm: Comm,
+    transfer: Transfer,
+    meter: Meter,
+    operation: Operation,
+    *,
+    overwrite: bool,
+) -> None:
     call = Call("converting to", store.url)
-    found = defer(comm, find)
+    with phasing("describing"):
+        found = defer(comm, find)
 
     def start(digests: list[bytes]) -> Aim:
         if len(set(digests)) > 1:
@@ -72,7 +98,7 @@ def write_milepost(
     everywhere = Whole(pack_ranks(range(comm.size)))
     tensors, layouts = share_out(source.rows, {row.key: everywhere for row in source.rows}, comm.size)
 
-    def write() -> ShardFile | None:
+    def write() -> _WrittenShare:
         entries = [
             EntryToWrite(
                 NewEntry(item.name, item.dtype, item.box.shape),
@@ -81,16 +107,19 @@ def write_milepost(
             for tensor in tensors
             for item in written_by(tensor, layouts[tensor.layout], comm.rank)
         ]
-        return attempt.write(entries, transfer, meter).file
+        written = attempt.write(entries, transfer, meter)
+        return _WrittenShare(written.file, written.data_bytes, operation.packed_times())
 
-    def commit(files: list[ShardFile | None]) -> bool:
-        written = tuple(file for file in files if file is not None)
-        attempt.commit(Contents(source.metadata, layouts, tensors, source.nodes, source.values, (), written))
-        return True
+    def commit(shares: list[_WrittenShare]) -> int:
+        files = tuple(one.file for one in shares if one.file is not None)
+        timings = operation.timings = phase_times([one.times for one in shares])
+        attempt.commit(Contents(source.metadata, layouts, tensors, source.nodes, source.values, (), files, timings))
+        return sum(one.data_bytes for one in shares)
 
     try:
-        meet(comm, call, _WRITING, write, commit)
+        total = meet(comm, call, _WRITING, write, commit)
     except BaseException as error:
         attempt.fail(error)
         raise
     meter.finish()
+    operation.commit(aim.generation, total)

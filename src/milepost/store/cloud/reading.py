@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from milepost.errors import CheckpointDamaged, StorageError
+from milepost.store.base import OneWayReader
 from milepost.store.cloud.replies import Refusal, Why
 from milepost.store.cloud.requests import Asker, BadReply
 from milepost.store.stopping import side_by_side
@@ -20,7 +21,7 @@ AT_ONCE = 8
 """How many requests of one long read are under way at once."""
 
 
-class CloudReader:
+class CloudReader(OneWayReader):
     """Reads one object. `first` is its beginning, if it was looked at already."""
 
     def __init__(self, asker: Asker, name: str, size_bytes: int, first: bytes | None = None) -> None:
@@ -45,15 +46,6 @@ class CloudReader:
         else:
             pieces = list(cut(targets, offset, RANGE_BYTES))
             side_by_side(lambda piece: self._read_range(*piece), pieces, AT_ONCE)
-
-    def is_cold(self, offset: int, length: int) -> bool:
-        """No: there is only one way to read."""
-        del offset, length
-        return False
-
-    def read_cold(self, offset: int, block: memoryview) -> None:
-        """Like `read`."""
-        self.read(offset, [block])
 
     def close(self) -> None:
         """Forget the beginning that came with opening it."""

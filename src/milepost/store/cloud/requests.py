@@ -10,6 +10,7 @@ from functools import cached_property, lru_cache
 from typing import Any, Literal, TypeVar
 
 from milepost.errors import AlreadyExists, CheckpointError, InvalidRequest, NoReply, StorageError
+from milepost.events.operation import current
 from milepost.store.cloud.advice import advice
 from milepost.store.cloud.client import Clients, Use, check_process, endpoint_of
 from milepost.store.cloud.credentials import known_secrets
@@ -144,6 +145,9 @@ class Asker:
                     "%s has not done what was asked for %.0f s, and is asked again: %s",
                     self.place.url, self.service.pace.clock.now() - trial.began, answer.words,
                 )  # fmt: skip
+            operation = current()
+            if operation is not None:
+                operation.retried(verb, name, trial.failures, pause, answer.words)
             self._wait(pause)
         raise self._error(verb, name, answer, trial)
 

@@ -9,6 +9,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from milepost.errors import AlreadyExists, InvalidRequest, NoReply, StorageError
@@ -156,6 +157,12 @@ class CloudStore:
         if size_bytes is None:
             return open_object(self._asker, name)
         return CloudReader(self._asker, name, size_bytes)
+
+    def modified(self, name: str) -> datetime:
+        """When an object was written, by the clock of the service. Raises FileNotFoundError if there is none."""
+        key = self._place.key(name)
+        found: datetime = self._asker.ask("get", name, lambda client: client.head(key)["last_modified"])
+        return found
 
     def list(self, prefix: str, *, shallow: bool = False) -> Iterator[str]:
         """The names that start with `prefix`; `shallow`: up to the next `/`, by one request for 1,000 of them."""

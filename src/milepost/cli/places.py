@@ -1,0 +1,77 @@
+"""Places on the command line: how they are completed, and which checkpoint is meant where a run is named."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
+from milepost.cli.output import remark
+from milepost.errors import CheckpointNotFound
+from milepost.inspection.place import place_at
+from milepost.inspection.runs import newest_step
+from milepost.store import LocalStore, Store
+
+
+class PlaceType(click.Path):
+    """A path or URL. Shells complete it as a path; whether there is something is not click's affair."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The text as it is."""
+        del param, ctx
+        return value
+
+
+PLACE = PlaceType()
+
+
+def opened(path: str) -> Checkpoint:
+    """The checkpoint at this place, as `one_at` chooses it. Raises CheckpointNotFound, and says where to look."""
+    place = one_at(path)
+    with advising(place):
+        return open_checkpoint(place)
+
+
+def one_that_opens(path: str) -> Store:
+    """The place of one checkpoint, as `one_at` chooses it. Raises what `opened` raises."""
+    place = one_at(path)
+    with advising(place), contextlib.closing(files_at(place)):
+        return place
+
+
+@contextlib.contextmanager
+def advising(*places: Store) -> Iterator[None]:
+    """Inside, an error about one of these places, where there is no checkpoint, also says where to look."""
+    try:
+        yield
+    except CheckpointNotFound as error:
+        meant = next((place for place in places if place.url in str(error)), places[0])
+        raise CheckpointNotFound(f"{error}{where_to_look(meant)}") from error
+
+
+def one_at(path: str) -> Store:
+    """The place of one checkpoint: where a run is named, that of its newest step that is whole, which a remark says.
+
+    `path@3` is generation 3 of a place. What is there is not opened yet.
+    """
+    place = place_at(path)
+    found = newest_step(place)
+    if found is None:
+        return place
+    newest, passed = found
+    newer = f" that is whole; {passed[0].name} is {passed[0].state}" if passed else ""
+    remark(f"{place.url} is a run; {newest.url.rpartition('/')[2]} is its newest step{newer}")
+    return newest
+
+
+def where_to_look(place: Store) -> str:
+    """What to do where there is no checkpoint; begins with a space, or is empty."""
+    if not isinstance(place, LocalStore):
+        return " Is the path right?"
+    above = os.path.dirname(place.url)
+    while above and not os.path.isdir(above):
+        above = os.path.dirname(above)
+    missing = "" if os.path.lexists(place.root) else " There is no such file or folder."
+    return f"{missing} To see what there is: milepost ls {above}" if above not in ("", "/") else missing

@@ -1,0 +1,58 @@
+"""How a command ends: its exit status, and an error in one line."""
+
+import enum
+import re
+
+from milepost.cli.escape import printable
+from milepost.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidRequest,
+    StateMismatch,
+    UnsafeCheckpoint,
+)
+
+_MAX_LETTERS = 2000
+_ENDS = (".", ":", ";", ",", "?", "!")
+_KEYWORD = re.compile(r"\b(overwrite|allow_pickle|drop_values)=True\b")
+_GENERATION = re.compile(r"milepost\.store\.AtGeneration\('([^']*)', ([0-9]+)\)")
+"""What the library's messages advise to pass in Python, which the command line spells otherwise."""
+
+
+class Status(enum.IntEnum):
+    """The exit statuses; docs/reference/cli.md explains each."""
+
+    FINE = 0
+    NO = 1
+    USAGE = 2
+    NOT_FOUND = 3
+    DAMAGED = 4
+    STORAGE = 5
+    FAULT = 70
+    INTERRUPTED = 130
+    CLOSED_PIPE = 141
+
+
+_OF_ERRORS: list[tuple[type[Exception] | tuple[type[Exception], ...], Status]] = [
+    (CheckpointNotFound, Status.NOT_FOUND),
+    ((CheckpointDamaged, UnsafeCheckpoint), Status.DAMAGED),
+    ((InvalidRequest, StateMismatch), Status.USAGE),
+    ((CheckpointError, OSError, MemoryError), Status.STORAGE),
+]
+
+
+def status_of(error: BaseException) -> Status:
+    """The exit status of a command that this error ended."""
+    return next((status for kinds, status in _OF_ERRORS if isinstance(error, kinds)), Status.FAULT)
+
+
+def one_line(error: BaseException) -> str:
+    """What an error says, in one line that is safe to show on a terminal."""
+    text = str(error.strerror or error) if type(error) is OSError else str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    words = " ".join(line if line.endswith(_ENDS) else f"{line};" for line in lines).removesuffix(";")
+    words = words.replace("rename={key: None}", "--without KEY")
+    words = _GENERATION.sub(r"\1@\2", _KEYWORD.sub(lambda found: f"--{found[1].replace('_', '-')}", words))
+    line = printable(words or type(error).__name__)
+    return line if len(line) <= _MAX_LETTERS else f"{line[:_MAX_LETTERS]}..."

@@ -1,0 +1,485 @@
+"""What is at a place: a run with its steps, one checkpoint, or nothing. Looks at manifests and names, never at data.
+
+A run is a folder with checkpoints in it, one in each folder, however they are named and in whichever format.
+"""
+
+import contextlib
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+
+from milepost.checkpoint import files_at
+from milepost.commit.beside import METADATA, names_at, refuse_newer_index
+from milepost.commit.find import generations_in, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.core.history import PhaseTime
+from milepost.core.manifest import Manifest, intended_generation, unseal_brief
+from milepost.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidRequest,
+    NoReply,
+    StorageError,
+    UnsafeCheckpoint,
+)
+from milepost.formats.read.names import is_deepspeed, names_look_foreign
+from milepost.inspection.verified import verified_at
+from milepost.state.values import Codec
+from milepost.steps.names import StepNames, names_in
+from milepost.steps.retention import Rule
+from milepost.steps.shelf import metrics_of
+from milepost.steps.survey import each
+from milepost.store import AtGeneration, LocalStore, Location, Store, Within, store_at
+
+RETENTION = "retention"
+"""The key in a checkpoint's metadata under which the rule stands that its run is pruned by."""
+MOST_FILES = 100_000
+"""How many shard files are looked for, those of the newest steps first."""
+_ASKED_ALWAYS = 16
+"""How many of the newest steps are asked for at every look, where a listing is a request."""
+_TURNS = 16
+"""The others are asked for at one of so many looks."""
+_DIGITS = re.compile(r"([0-9]{1,18})[^0-9]*")
+_TORCH_FILES = (".pt", ".pth", ".ckpt")
+StepState = Literal["whole", "unfinished", "removed", "damaged", "unreadable", "unhealthy"]
+"""`removed`: it is being removed. `unreadable`: it may be whole, but cannot be read here: no permission, or newer."""
+
+
+class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One checkpoint, as far as its manifest and the names of its files tell. `state` says whether it can be used.
+
+    `step`: the number in its name; None where there is none. `reason`: why `state` is not "whole".
+    `format`: "milepost", or that of another library. `looked_at`: what `state` rests on. With "files", all files are
+    there and have the right size; with "manifest", they were too many to look for; with "names", another library's
+    checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `file_bytes`: all files. None: not known.
+    `kept`: why the rule of the run keeps it. `verified`: when `milepost verify --record` last read all of it.
+    """
+
+    step: int | None
+    name: str
+    url: str
+    state: StepState
+    reason: str = ""
+    format: str = "milepost"
+    looked_at: Literal["files", "manifest", "names"] = "files"
+    generation: int = 0
+    ranks: int | None = None
+    data_bytes: int | None = None
+    file_bytes: int | None = None
+    created: str | None = None
+    age_s: float | None = None
+    metrics: dict[str, float | None] = {}
+    kept: tuple[str, ...] = ()
+    timings: tuple[PhaseTime, ...] = ()
+    verified: str | None = None
+
+
+class PlaceSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What is at a place. `steps`: oldest first; one for a checkpoint, none where there is nothing. `reason`: why not.
+
+    `newest`: the name of the last step that is whole and healthy; empty where none is.
+    `retention`: the rule that the run is pruned by, as its newest step tells it; None where it tells none.
+    """
+
+    url: str
+    kind: Literal["run", "checkpoint", "nothing"]
+    steps: tuple[StepSummary, ...] = ()
+    newest: str = ""
+    retention: dict[str, Any] | None = None
+    reason: str = ""
+
+
+class _Inspected(msgspec.Struct, frozen=True):
+    """A checkpoint that was looked at, and its manifest if it is one of ours and could be read."""
+
+    summary: StepSummary
+    place: Store
+    manifest: Manifest | None = None
+
+
+class SeenSteps:
+    """What was found in the folders of a run. A look that gets it reads only what has changed since the last one.
+
+    A step counts as unchanged while the names at its place are the same. Where each listing is a request, most of the
+    older steps are asked for only now and then.
+    """
+
+    def __init__(self) -> None:
+        self._found: dict[str, tuple[frozenset[str], _Inspected]] = {}
+        self._names: dict[str, frozenset[str]] = {}
+        self._looks = 0
+
+    def look(self, root: Store, names: list[str]) -> "list[_Inspected | None]":
+        """What is in these folders, which are all of the run."""
+        self._looks += 1
+        newest = set(sorted(names, key=lambda name: (step_in(name) or 0, name))[-_ASKED_ALWAYS:])
+        turn = self._looks % _TURNS
+
+        def look(at: int) -> tuple[frozenset[str], _Inspected | None]:
+            name, place = names[at], _within(root, names[at])
+            known = self._found.get(name)
+            if known and root.traits.is_current and name not in newest and at % _TURNS != turn:
+                return known
+            try:
+                here = names_at(place)
+            except StorageError:
+                return frozenset(), _look(place, name, None)
+            return known if known and known[0] == here else (here, _look(place, name, here))
+
+        found = each(root, look, range(len(names)))
+        self._names = {name: here for name, (here, _) in zip(names, found, strict=True)}
+        return [one for _, one in found]
+
+    def keep(self, seen: "list[_Inspected]") -> None:
+        """Remember what was found of the steps that can be used; without the lists of their files."""
+        usable = (one for one in seen if one.manifest is not None and one.summary.state in ("whole", "unhealthy"))
+        self._found = {
+            one.summary.name: (self._names.get(one.summary.name, frozenset()), _brief(one)) for one in usable
+        }
+
+
+def _brief(one: "_Inspected") -> "_Inspected":
+    assert one.manifest is not None
+    return _Inspected(one.summary, one.place, msgspec.structs.replace(one.manifest, files=()))
+
+
+def look_at(path: Location, seen: SeenSteps | None = None) -> PlaceSummary:
+    """What is at this place, newest last. Raises StorageError if the store does not answer.
+
+    A step that cannot be read is no error: its `state` says so. Object stores are asked for several steps at once.
+    `seen`: of an earlier look at the same place.
+    """
+    store = store_at(path)
+    if isinstance(store, LocalStore) and store.root.is_file():
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_opened(store, "").summary,))
+    now, names = datetime.now(UTC), names_at(store)
+    own = _look(store, "", names) if names else None
+    if own is not None and own.manifest is None and own.summary.state == "whole":
+        own = _opened(store, "")  # one of another library: there is time to look into it
+    seen = seen or SeenSteps()
+    found = _inside(store, seen) if _lists_folders(store) else []
+    if not found and own is None:
+        return _nothing(store)
+    if not found:
+        assert own is not None
+        whole = _with_files([own], store)
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=tuple(_aged(one.summary, now) for one in whole))
+    inspected = _with_files(sorted([*([own] if own else []), *found], key=_order), store)
+    seen.keep(inspected)
+    rule = next((rule for one in reversed(inspected) if (rule := _retention_of(one.manifest))), None)
+    kept = why_kept(rule, [one.summary for one in inspected if one.manifest is not None])
+    steps = (msgspec.structs.replace(one.summary, kept=kept.get(one.summary.name, ())) for one in inspected)
+    return PlaceSummary(
+        url=store.url,
+        kind="run",
+        steps=tuple(_aged(step, now) for step in steps),
+        newest=next((one.summary.name for one in reversed(inspected) if one.summary.state == "whole"), ""),
+        retention=_told(rule),
+    )
+
+
+def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
+    """Where the newest step of a run is that is whole and healthy, and the newer ones that are not. None: it is no run.
+
+    A place with a checkpoint of its own is no run here. Looks at as few steps as it can. Raises CheckpointNotFound if
+    no step is whole.
+    """
+    if not _lists_folders(root) or (isinstance(root, LocalStore) and root.root.is_file()):
+        return None
+    names = names_at(root)
+    files = {name for name in names if not name.endswith("/")}
+    if generations_in(root, names) or names_look_foreign(files):
+        return None
+    passed: list[StepSummary] = []
+    for look in _newest_first(root):
+        one = look()
+        if one is None:
+            continue
+        summary = _with_files([one], root)[0].summary
+        if summary.state == "whole":
+            return place_of_step(root, summary.name), tuple(passed)
+        passed.append(summary)
+    if not passed:
+        return None
+    raise CheckpointNotFound(f"{root.url} is a run without a step that is whole; `milepost ls` says what is wrong")
+
+
+def _newest_first(root: Store) -> Iterator[Callable[[], _Inspected | None]]:
+    """A look at each place under a root that may be a step, the one with the highest number first."""
+    names = ((step_in(name), name, is_file) for name, is_file in names_in(root, [""]) if name != "data")
+    for step, name, is_file in sorted(names, key=lambda one: (one[0] is not None, one[0] or 0, one[1]), reverse=True):
+        if not is_file:
+            yield partial(_look, _within(root, name), name, None)
+        elif step is not None and name.endswith(_TORCH_FILES):
+            yield partial(_torch_file, root, name)
+
+
+def _lists_folders(root: Store) -> bool:
+    """Whether there can be a run here: the web lists nothing, and one generation is one checkpoint."""
+    return not isinstance(root, AtGeneration) and not root.url.startswith(("http://", "https://"))
+
+
+def _nothing(store: Store) -> PlaceSummary:
+    """The file of another library that a URL names; or nothing, and why."""
+    try:
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_whole(store, "", files_at(store).manifest),))
+    except CheckpointNotFound as error:
+        return PlaceSummary(url=store.url, kind="nothing", reason=str(error))
+    except CheckpointError as error:
+        if isinstance(error, StorageError):
+            raise
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_broken(store, "", error),))
+
+
+def _order(seen: _Inspected) -> tuple[bool, int, str]:
+    step = seen.summary.step
+    return step is not None, step or 0, seen.summary.name
+
+
+def _inside(root: Store, seen: SeenSteps) -> list[_Inspected]:
+    """The checkpoints in the folders of a place, and the files of torch.save in it that are numbered."""
+    names = sorted(one for one in names_in(root, [""]) if one[0] != "data")
+    files = [name for name, is_file in names if is_file and name.endswith(_TORCH_FILES) and step_in(name) is not None]
+    folders = [name for name, is_file in names if not is_file]
+    return [one for one in seen.look(root, folders) if one is not None] + [_torch_file(root, name) for name in files]
+
+
+def place_of_step(root: Store, name: str) -> Store:
+    """The place of a step that `look_at` found under a root, with the settings of the root."""
+    return root if name == "." else _within(root, name)
+
+
+def _within(root: Store, name: str) -> Store:
+    """The store of one folder. Not `Within` in a local folder: each listing would go through the whole run first."""
+    return LocalStore(root.root / name) if isinstance(root, LocalStore) else Within(root, name)
+
+
+def step_in(name: str) -> int | None:
+    """The number of a step in a name: by Milepost's own names, else the last number in it."""
+    own = StepNames().own.step(name)
+    found = None if own is not None else list(_DIGITS.finditer(name))
+    return own if own is not None else int(found[-1][1]) if found else None
+
+
+def _look(place: Store, name: str, names: frozenset[str] | None) -> _Inspected | None:
+    """What is in one folder; None if it is no checkpoint, and none was begun."""
+    try:
+        names = names_at(place) if names is None else names
+        numbers = generations_in(place, names)
+        if numbers:
+            return _own(place, name, names, numbers[0])
+        return _other(place, name, names)
+    except StorageError as error:
+        if isinstance(error, NoReply) or not name:
+            raise
+        return _Inspected(_broken(place, name, error), place)  # no permission for this one, or it was removed
+
+
+def _own(place: Store, name: str, names: frozenset[str], listed: int) -> _Inspected:
+    """A checkpoint of ours, without a look at its files."""
+    size_bytes = 0
+    try:
+        data = read_manifest(place, listed) if place.traits.is_current else None
+        number, data = (listed, data) if data is not None else newest(place)[:2]
+        size_bytes = len(data)
+        manifest = parse(place.url, number, data, unseal_brief)
+        refuse_newer_index(place, names, lambda: manifest)
+    except CheckpointNotFound as error:
+        return _Inspected(_step(place, name, state="removed", reason=str(error)), place)
+    except CheckpointError as error:
+        return _Inspected(_broken(place, name, error, generation=listed), place)
+    summary = _whole(place, name, manifest, size_bytes)
+    return _Inspected(msgspec.structs.replace(summary, verified=verified_at(names, number)), place, manifest)
+
+
+def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0) -> StepSummary:
+    """What a manifest tells of a checkpoint, ours or another library's."""
+    ours, health = manifest.generation > 0, manifest.health
+    data = [manifest.parts_of(file).data_bytes for file in manifest.files] if ours else []
+    return _step(
+        place,
+        name,
+        state="unhealthy" if health is not None and not health.ok else "whole",
+        reason=health.reason if health is not None and not health.ok else "",
+        format=manifest.format,
+        looked_at="manifest",
+        generation=manifest.generation,
+        ranks=manifest.world,
+        data_bytes=sum(data) if ours else sum(tensor.size_bytes for tensor in manifest.tensors),
+        file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
+        created=manifest.created or None,
+        metrics=_metrics(manifest) if ours else {},
+        timings=manifest.timings,
+    )
+
+
+def _metrics(manifest: Manifest) -> dict[str, float | None]:
+    """The metrics of a checkpoint; None for one that is no finite number, which JSON does not have."""
+    return {name: value if math.isfinite(value) else None for name, value in metrics_of(manifest).items()}
+
+
+def _other(place: Store, name: str, names: frozenset[str]) -> _Inspected | None:
+    """What is in a folder without a manifest of ours."""
+    files = {one for one in names if not one.endswith("/")}
+    if names_look_foreign(files):
+        format_name = "dcp" if METADATA in files else "deepspeed" if is_deepspeed(files) else "safetensors"
+        size_bytes, created = _files_of(place)
+        told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
+        return _Inspected(_step(place, name, state="whole", format=format_name, **told), place)
+    if any(one.endswith(".distcp") for one in files):
+        return _Inspected(_step(place, name, state="unfinished", format="dcp", reason=_NEVER_FINISHED), place)
+    if "data/" not in names or not _has_attempts(place):
+        return None
+    if removals_in(names):
+        if next(iter(place.list("data/")), None) is None:
+            return None  # it was removed, and only the marker is left, for those whose listing is old
+        return _Inspected(_step(place, name, state="removed", reason="it is being removed"), place)
+    return _Inspected(_step(place, name, state="unfinished", reason=_NEVER_FINISHED), place)
+
+
+_NEVER_FINISHED = "it is being saved, or the save never finished"
+
+
+def _has_attempts(place: Store) -> bool:
+    found = (name.split("/")[1] for name in place.list("data/", shallow=True))
+    return any(intended_generation(name) is not None for name in found)
+
+
+def _files_of(place: Store) -> tuple[int | None, str | None]:
+    """The size of all files in a local folder and the time of the newest; not known elsewhere."""
+    if not isinstance(place, LocalStore):
+        return None, None
+    size_bytes, newest_s = 0, 0.0
+    for folder, _, names in os.walk(place.root):
+        for name in names:
+            try:
+                status = os.stat(os.path.join(folder, name), follow_symlinks=False)
+            except OSError:
+                continue
+            size_bytes, newest_s = size_bytes + status.st_size, max(newest_s, status.st_mtime)
+    return size_bytes, _iso(newest_s)
+
+
+def _torch_file(root: Store, name: str) -> _Inspected:
+    """A file of torch.save, by its name."""
+    size_bytes, created = None, None
+    with contextlib.suppress(OSError):  # removed meanwhile
+        if isinstance(root, LocalStore):
+            status = (root.root / name).stat()
+            size_bytes, created = status.st_size, _iso(status.st_mtime)
+    told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
+    return _Inspected(_step(Within(root, name), name, state="whole", format="torch", **told), root)
+
+
+def _opened(store: Store, name: str) -> _Inspected:
+    """A checkpoint of another library, opened."""
+    try:
+        summary = _whole(store, name, files_at(store).manifest)
+    except CheckpointError as error:
+        return _Inspected(_broken(store, name, error), store)
+    return _Inspected(msgspec.structs.replace(summary, created=_files_of(store)[1]), store)
+
+
+def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
+    """The same, with a look at the files of those that have a manifest: the newest first, up to `MOST_FILES`."""
+    budget, chosen = MOST_FILES, []
+    for i in range(len(seen) - 1, -1, -1):
+        manifest = seen[i].manifest
+        if manifest is not None and manifest.files and seen[i].summary.looked_at != "files":
+            budget -= len(manifest.files)
+            if budget < 0:
+                break
+            chosen.append(i)
+
+    def look(i: int) -> StepSummary:
+        manifest = seen[i].manifest
+        assert manifest is not None
+        return _looked(seen[i], manifest)
+
+    # In a file system, `look_at_files` itself looks for several files at once.
+    found = each(root, look, chosen) if root.traits.is_current else list(map(look, chosen))
+    looked = dict(zip(chosen, found, strict=True))
+    return [_Inspected(looked.get(i, one.summary), one.place, one.manifest) for i, one in enumerate(seen)]
+
+
+def _looked(one: _Inspected, manifest: Manifest) -> StepSummary:
+    try:
+        look_at_files(one.place, manifest)
+    except (CheckpointDamaged, UnsafeCheckpoint) as error:
+        return msgspec.structs.replace(one.summary, state="damaged", reason=str(error), looked_at="files")
+    except StorageError as error:
+        return msgspec.structs.replace(one.summary, state="unreadable", reason=str(error))
+    return msgspec.structs.replace(one.summary, looked_at="files")
+
+
+def _step(place: Store, name: str, **told: Any) -> StepSummary:
+    shown = name or place.url.rstrip("/").rpartition("/")[2]
+    return StepSummary(step=step_in(shown), name=name or ".", url=place.url, **told)
+
+
+def _broken(place: Store, name: str, error: CheckpointError, generation: int = 0) -> StepSummary:
+    state = "damaged" if isinstance(error, CheckpointDamaged) else "unreadable"
+    return _step(place, name, state=state, reason=str(error), generation=generation, looked_at="manifest")
+
+
+def _aged(step: StepSummary, now: datetime) -> StepSummary:
+    try:
+        created = datetime.fromisoformat(step.created or "")
+    except ValueError:
+        return step
+    created = created if created.tzinfo is not None else created.replace(tzinfo=UTC)
+    return msgspec.structs.replace(step, age_s=round((now - created).total_seconds(), 1))
+
+
+def _iso(seconds: float) -> str | None:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else None
+
+
+def _retention_of(manifest: Manifest | None) -> Rule | None:
+    """The rule that a step was saved under, if its metadata tells one. Does not decode the rest of the metadata."""
+    try:
+        spelled = {name: value for name, value in manifest.metadata["dict"] if isinstance(name, str)}  # type: ignore[union-attr]
+        told = Codec().decode(spelled[RETENTION], RETENTION)
+        rule = Rule(**{name: told[name] for name in Rule.__slots__ if name in told})
+    except (CheckpointError, InvalidRequest, TypeError, ValueError, KeyError, AttributeError):
+        return None
+    return rule
+
+
+def _told(rule: Rule | None) -> dict[str, Any] | None:
+    if rule is None:
+        return None
+    told = {name: getattr(rule, name) for name in Rule.__slots__}
+    return {name: value for name, value in told.items() if value is not None and (name != "mode" or rule.best)}
+
+
+def why_kept(
+    rule: Rule | None, steps: Iterable[StepSummary], names: StepNames | None = None
+) -> Mapping[str, tuple[str, ...]]:
+    """Why a rule keeps each of these steps, by name. Pure. Those that it does not keep are missing.
+
+    Damaged steps do not count and stay; so do those under another name than those that `names` makes.
+    """
+    if rule is None:
+        return {}
+    own = (names or StepNames()).own
+    counted = {step.step: step for step in steps if step.step is not None and own.step(step.name) is not None}
+    usable = {number: step for number, step in counted.items() if step.state in ("whole", "unhealthy")}
+    unhealthy = {number for number, step in usable.items() if step.state == "unhealthy"}
+    scores = {n: None if n in unhealthy else step.metrics.get(rule.best or "") for n, step in usable.items()}
+    reasons: dict[int, list[str]] = {number: [] for number in rule.kept(scores, unhealthy)}
+    for some, what in ((scores.keys() - unhealthy, ""), (unhealthy, " unhealthy")):
+        for number in sorted(some, reverse=True)[: rule.keep_last or 1] if rule.is_set else ():
+            reasons[number].append((f"last {rule.keep_last}" if rule.keep_last else "newest") + what)
+    for number, why in reasons.items():
+        if rule.keep_every and number % rule.keep_every == 0 and number not in unhealthy:
+            why.append(f"every {rule.keep_every}")
+    for number in rule.ranked(scores)[: rule.keep_best or 0]:
+        reasons[number].append(f"best {rule.keep_best} by {rule.best}")
+    return {usable[number].name: tuple(why) or ("no rule removes it",) for number, why in reasons.items()}

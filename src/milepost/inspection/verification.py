@@ -1,0 +1,126 @@
+"""Reading every byte of checkpoints: which are whole, and which block of which file, tensor and box is damaged."""
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.core.box import Box
+from milepost.core.division import read_plan
+from milepost.data.read import Damage
+from milepost.data.transfer import Watcher
+from milepost.errors import (
+    CheckpointDamaged,
+    CheckpointError,
+    CheckpointNotFound,
+    InvalidRequest,
+    UnsafeCheckpoint,
+)
+from milepost.inspection.place import place_at
+from milepost.inspection.runs import look_at, place_of_step
+from milepost.inspection.verified import record_verified
+from milepost.store import Location, Store
+
+VerifiedState = Literal["whole", "damaged", "missing", "unreadable"]
+"""`missing`: there is no checkpoint. `unreadable`: it may be whole, but not for us: no permission, or newer."""
+
+
+class DamagedBox(msgspec.Struct, frozen=True):
+    """The box of a tensor that damaged bytes belong to. No box: they hold values, or nothing that has a name."""
+
+    key: str
+    offset: tuple[int, ...] | None = None
+    shape: tuple[int, ...] | None = None
+
+
+class DamagedPlace(msgspec.Struct, frozen=True):
+    """One damaged block, or a file that is missing: what is wrong, and what it touches."""
+
+    file: str
+    reason: str
+    boxes: tuple[DamagedBox, ...] = ()
+
+
+class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """What a look at every byte of one checkpoint found. `recorded`: when that was noted beside it, if it was."""
+
+    url: str
+    state: VerifiedState
+    reason: str = ""
+    format: str = ""
+    files: int = 0
+    bytes_read: int = 0
+    seconds: float = 0.0
+    damages: tuple[DamagedPlace, ...] = ()
+    recorded: str | None = None
+
+
+class VerifyReport(msgspec.Struct, frozen=True):
+    """What was found at all places, in order."""
+
+    checkpoints: tuple[VerifiedCheckpoint, ...]
+
+
+def checkpoints_at(path: Location) -> Sequence[Store]:
+    """The checkpoints that a path stands for: the one there, or the steps of a run, but not those never finished.
+
+    `path@3` is generation 3 of a place. Raises CheckpointNotFound for a run of nothing but such.
+    """
+    root = place_at(path)
+    summary = look_at(root)
+    if summary.kind != "run":
+        return [root]  # `verify_one` says why it cannot be opened
+    found = [step.name for step in summary.steps if step.state not in ("unfinished", "removed")]
+    if not found:
+        raise CheckpointNotFound(f"{root.url} is a run in which no save was finished; `milepost ls` says more")
+    return [place_of_step(root, name) for name in found]
+
+
+def verify_one(place: Store, progress: Watcher | None = None, *, record: bool = False) -> VerifiedCheckpoint:
+    """Read and check all of one checkpoint. Raises nothing for what may be wrong with it: `state` says it.
+
+    `record`: if it is whole, note beside it that it was verified now. Raises InvalidRequest for what is only read.
+    """
+    try:
+        with open_checkpoint(place) as checkpoint:
+            return _verified(checkpoint, place, progress, record)
+    except InvalidRequest:
+        raise
+    except CheckpointNotFound as error:
+        return VerifiedCheckpoint(url=place.url, state="missing", reason=str(error))
+    except (CheckpointDamaged, UnsafeCheckpoint) as error:
+        return VerifiedCheckpoint(url=place.url, state="damaged", reason=str(error))
+    except CheckpointError as error:
+        return VerifiedCheckpoint(url=place.url, state="unreadable", reason=str(error))
+
+
+def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, record: bool) -> VerifiedCheckpoint:
+    started = time.monotonic()
+    found = checkpoint.verify(progress=progress)
+    seconds = time.monotonic() - started
+    noted = record_verified(place, checkpoint.generation) if record and found.ok and checkpoint.generation else None
+    return VerifiedCheckpoint(
+        url=checkpoint.url,
+        state="whole" if found.ok else "damaged",
+        format=checkpoint.format,
+        files=found.files,
+        bytes_read=found.bytes_read,
+        seconds=round(seconds, 6),
+        damages=tuple(_placed(checkpoint, found.damages)),
+        recorded=noted,
+    )
+
+
+def _placed(checkpoint: Checkpoint, damages: Sequence[Damage]) -> Iterator[DamagedPlace]:
+    """The damage, with the tensors and boxes that it touches."""
+    known: dict[tuple[str, str], DamagedBox] = {}
+    if damages:
+        for tensor in checkpoint.manifest.tensors:
+            for item in read_plan(checkpoint.manifest, tensor, Box.whole(tensor.shape)):
+                box = DamagedBox(tensor.key, item.source.offset, item.source.shape)
+                known.setdefault((checkpoint.file_name(item.rank), item.name), box)
+    for damage in damages:
+        boxes = (known.get((damage.file, name), DamagedBox(name)) for name in damage.entries)
+        yield DamagedPlace(damage.file, damage.reason, tuple(boxes))

@@ -1,0 +1,113 @@
+"""A real browser for the tests of pages: Chromium, driven by Playwright. Whatever a page does wrong fails the test.
+
+A page that is opened here may load itself and nothing else. What its console reports as an error, an exception that
+nobody caught, a violation of its content policy, and every other request are problems; `Tab.close` raises them.
+"""
+
+import os
+import shutil
+import time
+from contextlib import contextmanager
+from urllib.parse import urlsplit
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+TIMEOUT_MS = 15_000
+_WATCH_POLICY = """
+window.__violations = [];
+document.addEventListener("securitypolicyviolation", e => {
+    window.__violations.push(e.violatedDirective + " " + e.blockedURI);
+});
+"""
+
+
+def why_not():
+    """Why there is no browser here; empty if there is one."""
+    try:
+        import playwright.sync_api  # noqa: F401
+    except ImportError:
+        return "playwright is not installed"
+    return "" if _browser() else f"there is no browser: none of {', '.join(BROWSERS)} is in the path"
+
+
+def _browser():
+    return next(filter(None, map(shutil.which, BROWSERS)), None)
+
+
+@contextmanager
+def started():
+    """A browser, closed at the end."""
+    from playwright.sync_api import sync_playwright
+
+    # Chromium refuses to run as root in its sandbox.
+    arguments = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=_browser(), args=[*arguments, "--disable-dev-shm-usage"])
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+class Tab:
+    """One page in a context of its own. Everything that the page does wrong is in `problems`."""
+
+    def __init__(self, browser, **settings):
+        self.problems = []
+        usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
+        self._context = browser.new_context(**{**usual, **settings})
+        self._context.set_default_timeout(TIMEOUT_MS)
+        self.page = self._context.new_page()
+        self.page.add_init_script(_WATCH_POLICY)
+        self._own = None
+        self.page.on("console", self._hear)
+        self.page.on("pageerror", lambda error: self.problems.append(f"an exception: {error}"))
+        self.page.on("request", self._see)
+        self.page.on("popup", lambda page: self.problems.append(f"a new window: {page.url}"))
+        self.page.on("dialog", self._refuse)
+        self.page.on("download", lambda download: self.problems.append(f"a download: {download.url[:200]}"))
+
+    def open(self, url):
+        """Go to a page. From then on nothing but this page, or what the same server has, may be asked for."""
+        self._own = urlsplit(str(url))
+        self.page.goto(str(url), wait_until="load")
+        return self.page
+
+    def until(self, expression, timeout_s=TIMEOUT_MS / 1000):
+        """Wait until this is true in the page, and give what it is. (Playwright's own way needs `eval`.)"""
+        end = time.monotonic() + timeout_s
+        while not (found := self.page.evaluate(expression)):
+            if time.monotonic() > end:
+                raise TimeoutError(f"not true in {timeout_s:.0f} s: {expression}\n" + "\n".join(self.problems))
+            self.page.wait_for_timeout(20)
+        return found
+
+    def _hear(self, message):
+        if message.type in ("error", "warning"):
+            self.problems.append(f"the console: {message.text[:500]}")
+
+    def _refuse(self, dialog):
+        self.problems.append(f"a dialog: {dialog.message[:200]}")
+        dialog.dismiss()
+
+    def _see(self, request):
+        found = urlsplit(request.url)
+        if found.scheme in ("data", "blob"):
+            return
+        same = (found.scheme, found.netloc) == (self._own.scheme, self._own.netloc)
+        if not same or (found.scheme == "file" and found.path != self._own.path):
+            self.problems.append(f"a request: {request.method} {request.url[:200]}")
+
+    def check(self):
+        """Raise if anything went wrong so far."""
+        violations = self.page.evaluate("(window.__violations ?? []).splice(0)")
+        self.problems += [f"against its policy: {violation}" for violation in violations]
+        found, self.problems = self.problems, []
+        if found:
+            raise AssertionError("\n".join(found))
+
+    def close(self):
+        """Close it, and raise if anything went wrong."""
+        try:
+            self.check()
+        finally:
+            self._context.close()

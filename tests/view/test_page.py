@@ -1,0 +1,303 @@
+"""The page in a real browser: its parts, the search, clicks and keys, and every kind of place."""
+
+import json
+import re
+
+import pytest
+import torch
+
+import milepost
+from milepost.view import ViewOptions
+from tests.view import jobs
+
+TIMES, DASH, OPENER = "\u00d7", "\u2013", "\u203a"
+
+
+def rows(page, host):
+    """The texts of the rows that are drawn of a list, from the top: a list of cells for each."""
+    found = page.evaluate(
+        """host => [...document.querySelectorAll(`#${host} .list-row`)]
+            .sort((a, b) => a.dataset.row - b.dataset.row)
+            .map(row => [...row.children].map(cell => cell.textContent))""",
+        host,
+    )
+    return [[cell.lstrip(OPENER) for cell in row] for row in found]
+
+
+def keys(page):
+    """The first column of the tree, as far as it is drawn."""
+    return [row[0] for row in rows(page, "tree")]
+
+
+def test_timeline_lists_each_step_with_its_state(show, run):
+    page = show(run)
+    table = rows(page, "steps-table")
+    assert [row[:2] for row in table] == [
+        ["600", "unfinished"],
+        ["500", "whole"],
+        ["400", "damaged"],
+        ["300", "unhealthy"],
+        ["200", "whole"],
+        ["100", "whole"],
+    ]
+    heads = page.locator("#steps-table [role=columnheader]").all_inner_texts()
+    assert heads == ["step", "state", "size", "new", "save", "loss", "kept because", "verified", "age"]
+    newest = dict(zip(heads, table[1], strict=True))
+    assert (newest["loss"], newest["kept because"]) == ("2", "last 10, best 1 by loss")
+    assert [row[7] == DASH for row in table] == [True, True, True, True, False, False]
+    assert "500" in page.inner_text("#tiles")
+    assert "1 unhealthy, 1 damaged, 1 unfinished" in page.inner_text("#tiles")
+
+
+def test_a_step_tells_why_it_is_not_whole(show, run):
+    page = show(run)
+    page.select_option("#step-select", label="300 (unhealthy)")
+    assert jobs.NAN_KEY in page.inner_text("#step-details")
+    page.select_option("#step-select", label="400 (damaged)")
+    assert "was saved with" in page.inner_text("#step-details .notice.bad")
+    page.select_option("#step-select", label="600 (unfinished)")
+    assert "never finished" in page.inner_text("#step-details")
+    page.click("#step-previous")
+    details = page.inner_text("#step-details")
+    assert "4f1c2aa" in details
+    assert "writing" in details
+
+
+def test_keys_and_clicks_in_the_timeline_pick_steps(show, tab, run):
+    page = show(run)
+    chart = page.locator("#timeline-chart")
+    assert chart.get_attribute("aria-valuetext").startswith("Step 500, whole")
+    chart.press("ArrowLeft")
+    assert chart.get_attribute("aria-valuetext").startswith("Step 400, damaged")
+    chart.press("Home")
+    assert page.inner_text("#step-heading") == "Step 100"
+    box = chart.bounding_box()
+    page.mouse.click(box["x"] + box["width"] - 24, box["y"] + 60)
+    assert page.inner_text("#step-heading") == "Step 600"
+    page.locator("#steps-table .list-row", has_text="300").click()
+    assert page.inner_text("#step-heading") == "Step 300"
+    assert tab.until("document.getElementById('status').textContent").startswith("Step 300, unhealthy")
+
+
+def test_the_table_of_steps_can_be_sorted(show, run):
+    page = show(run)
+    loss = page.locator("#steps-table .sort", has_text="loss")
+    loss.press("Enter")
+    assert [row[0] for row in rows(page, "steps-table")][:3] == ["100", "200", "300"]
+    assert page.locator("#steps-table [aria-sort=descending]").inner_text().startswith("loss")
+    assert page.inner_text("#step-heading") == "Step 500", "the head of a column is no row"
+
+
+def test_the_tree_opens_and_closes_by_keys(show, run):
+    page = show(run)
+    page.locator("#tab-timeline").press("ArrowRight")
+    assert page.locator("#tab-tensors").evaluate("tab => tab === document.activeElement")
+    everything = keys(page)
+    assert everything[:4] == ["model", "embedding", "layers", "0"]
+    first = page.locator("#tree .list-row").first
+    first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert keys(page) == ["model", "step", "config", "dim", "names", "fixed"] or "embedding" not in keys(page)
+    assert first.get_attribute("aria-expanded") == "false"
+    page.keyboard.press("ArrowRight")
+    assert keys(page) == everything
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tensor-details .key-line") == "model.embedding"
+    assert f"4096 {TIMES} 64" in page.inner_text("#tensor-details")
+    page.keyboard.press("End")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tensor-details .value") == "1"
+
+
+SEARCHES = {
+    "embedding": ["model.embedding"],
+    "LAYERS w": [f"model.layers.{i}.w" for i in range(3)],
+    "layers -w": [f"model.layers.{i}.b" for i in range(3)],
+    "size:>1MB": ["model.embedding"],
+    "shape:64x?": [f"model.layers.{i}.w" for i in range(3)],
+    "dims:1": [f"model.layers.{i}.b" for i in range(3)],
+    "dtype:f32 layers.2": ["model.layers.2.w", "model.layers.2.b"],
+    "kind:value": ["step", "config.dim", "config.names", "fixed"],
+    "layout:whole is:tied": [],
+    "rank:1": [],
+    "constructor:x": [],
+}
+
+
+def test_search_finds(show, tab, run):
+    page = show(run)
+    page.keyboard.press("/")
+    tab.until("milepost.found().length")
+    for query, found in SEARCHES.items():
+        page.fill("#search", query)
+        page.press("#search", "Enter")
+        assert page.evaluate("milepost.found().map(leaf => leaf.key)") == found, query
+        assert page.inner_text("#tree-count").startswith(f"{len(found)} of ")
+        assert page.is_visible("#tree .list-empty") == (not found)
+    page.locator("#search").press("Escape")
+    tab.until("milepost.found().length === 11")
+
+
+def test_search_finds_what_is_not_finite(show, run):
+    page = show(run)
+    page.select_option("#step-select", label="300 (unhealthy)")
+    page.keyboard.press("/")
+    page.keyboard.type("is:nan")
+    page.keyboard.press("ArrowDown")
+    page.keyboard.press("Enter")
+    assert page.inner_text("#tensor-details .key-line") == jobs.NAN_KEY
+    page.keyboard.press("/")
+    page.keyboard.type("size:huge")
+    page.keyboard.press("Enter")
+    assert "not understood" in page.inner_text("#tree-count")
+
+
+def test_the_treemap_goes_down_and_up(show, tab, run):
+    page = show(run)
+    page.click("#tab-tensors")
+    box = page.locator("#treemap").bounding_box()
+    tab.until("milepost.view.data && document.querySelector('#treemap canvas')")
+    page.mouse.click(box["x"] + 30, box["y"] + 8)  # the head of what all bytes are in
+    page.locator("#treemap-path .crumb").wait_for()
+    assert page.locator("#treemap-path").inner_text().startswith("all")
+    page.locator("#treemap-path .crumb").first.press("Enter")
+    assert page.locator("#treemap-path .crumb").count() == 0
+    page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
+    assert page.inner_text("#tensor-details .key-line") == "model.embedding"
+    page.select_option("#treemap-colour", "dtype")
+    assert page.inner_text("#treemap-legend") == "float32"
+
+
+def test_the_place_is_in_the_address(show, tab, run):
+    page = show(run)
+    page.select_option("#step-select", label="200")
+    page.click("#tab-tensors")
+    page.locator("#tree .list-row", has_text="embedding").click()
+    address = page.url
+    page.goto("about:blank")
+    page.goto(address)
+    tab.until("document.documentElement.dataset.ready === 'true'")
+    assert page.inner_text("#tensor-details .key-line") == "model.embedding"
+    assert page.input_value("#step-select") == "1"
+
+
+def test_dark_and_light_follow_the_system_and_the_button(new_tab, show, run):
+    page = show(run)
+    dark = new_tab(color_scheme="dark").open(page.url)
+    colours = [
+        p.evaluate("getComputedStyle(document.body).color + getComputedStyle(document.documentElement).backgroundColor")
+        for p in (page, dark)
+    ]
+    assert colours[0] != colours[1]
+    dark.click("#theme-toggle")
+    assert dark.evaluate("document.documentElement.dataset.theme") == "light"
+    dark.reload()
+    assert dark.get_attribute("#theme-toggle", "aria-label") == "Theme: light"
+
+
+def formats(tmp_path):
+    """Checkpoints of other libraries, with the files that the page names."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import save as save_dcp
+
+    state = {"w": torch.ones(4, 6), "n": torch.zeros(2)}
+    torch.save({**state, "epoch": 3}, tmp_path / "model.pt")
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    save_dcp(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    return {"model.pt": "model.pt", "hf": "model.safetensors", "dcp": "__0_0.distcp"}
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_other_formats_show_their_tensors_and_files(show, tmp_path):
+    for name, file in formats(tmp_path).items():
+        page = show(tmp_path / name)
+        assert page.inner_text("#tab-timeline") == "Overview"
+        assert not page.is_visible("#step-picker")
+        page.click("#tab-tensors")
+        assert {"w", "n"} <= set(keys(page))
+        page.locator("#tree .list-row", has_text="w").first.click()
+        page.click("#tab-layout")
+        assert file in page.inner_text("#layout-boxes")
+        page.click("#tab-statistics")
+        assert "statistics=True" in page.inner_text("#statistics-note")
+
+
+def test_a_run_of_one_step_has_no_changes(show, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run") as keeper:
+        keeper.save({"w": torch.ones(3)}, 7)
+    page = show(tmp_path / "run")
+    assert page.inner_text("#step-heading") == "Step 7"
+    assert not page.is_visible("#tab-changes")
+    assert page.is_disabled("#step-previous")
+    assert page.is_disabled("#step-next")
+
+
+def test_a_run_that_only_failed_shows_why(show, tmp_path):
+    left = jobs.folder(tmp_path / "run", 5) / "data" / "00000001-0123456789abcdef"
+    left.mkdir(parents=True)
+    (left / "00000.safetensors").write_bytes(b"half")
+    page = show(tmp_path / "run")
+    assert "unfinished" in page.inner_text("#steps-table")
+    assert "none" in page.inner_text("#tiles")
+    for tab_ in ("tensors", "layout"):
+        page.click(f"#tab-{tab_}")
+        assert "not in the page" in page.inner_text(f"#panel-{tab_}") or "no tensors" in page.inner_text(
+            f"#panel-{tab_}"
+        )
+
+
+@pytest.mark.slow
+def test_a_thousand_steps_are_drawn_and_picked_quickly(show, tab, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run") as keeper:
+        keeper.save({"w": torch.ones(3)}, 1, metrics={"loss": 1.0})
+    manifest = next(jobs.folder(tmp_path / "run", 1).glob("manifest-*"))
+    for step in range(2, 1001):
+        place = jobs.folder(tmp_path / "run", step)
+        place.mkdir()
+        (place / manifest.name).write_bytes(manifest.read_bytes())
+        (place / "data").symlink_to(manifest.parent / "data")
+    page = show(tmp_path / "run", ViewOptions(steps=900))
+    assert page.get_attribute("#steps-table", "aria-rowcount") == "901"
+    assert page.locator("#steps-table .list-row").count() < 60
+    page.locator("#timeline-chart").focus()
+    took = page.evaluate(
+        """() => { const chart = document.getElementById('timeline-chart'); const began = performance.now();
+        for (let i = 0; i < 50; i += 1) chart.dispatchEvent(new KeyboardEvent('keydown', {key: 'ArrowLeft'}));
+        return performance.now() - began; }"""
+    )
+    assert page.inner_text("#step-heading") == "Step 950"
+    assert took < 2500
+    assert "newest 900" in page.inner_text("#notes")
+
+
+def test_on_paper_lists_show_their_first_rows(show, run):
+    page = show(run)
+    page.click("#tab-statistics")
+    page.evaluate("dispatchEvent(new Event('beforeprint'))")
+    page.emulate_media(media="print")
+    assert not page.is_visible("#tab-timeline")
+    assert page.locator("#statistics-table .list-row").count() == 7
+    assert len(page.pdf()) > 10_000
+    page.evaluate("dispatchEvent(new Event('afterprint'))")
+
+
+def test_data_of_another_version_says_so(chromium, tab, run, tmp_path):
+    import base64
+    import zlib
+
+    from milepost.view import write_page
+
+    file = write_page(run, tmp_path / "page.html")
+    text = file.read_text()
+    held = re.search(r'id="milepost-page">([^<]*)<', text)[1]
+    record = json.loads(zlib.decompress(base64.b64decode(held)))
+    changed = base64.b64encode(zlib.compress(json.dumps({**record, "version": 99}).encode())).decode()
+    file.write_text(text.replace(held, changed))
+    page = tab.open(file.as_uri())
+    page.locator("#problem").wait_for()
+    assert "version 99" in page.inner_text("#problem")
+    with pytest.raises(AssertionError, match="version 99"):
+        tab.check()
