@@ -2,6 +2,8 @@
 
 A page that is opened here may load itself and nothing else. What its console reports as an error, an exception that
 nobody caught, a violation of its content policy, and every other request are problems; `Tab.close` raises them.
+
+A click or a key returns when the page has drawn what it asked for: the page marks itself as busy until then.
 """
 
 import os
@@ -18,6 +20,14 @@ document.addEventListener("securitypolicyviolation", e => {
     window.__violations.push(e.violatedDirective + " " + e.blockedURI);
 });
 """
+_SETTLED = """async () => {
+    const frame = () => new Promise(go => { requestAnimationFrame(go); setTimeout(go, 100); });
+    const isBusy = () => document.querySelector("[aria-busy=true]");
+    const end = performance.now() + 15_000;
+    for (await frame(); isBusy() && performance.now() < end; await frame());
+    return !isBusy();
+}"""
+_ACTIONS = {"check", "click", "dispatch_event", "fill", "focus", "press", "reload", "select_option", "type"}
 
 
 def why_not():
@@ -48,6 +58,32 @@ def started():
             browser.close()
 
 
+class _Settled:
+    """A page, or a part of one, whose actions return when the page is no longer busy."""
+
+    def __init__(self, part, page):
+        self._part = part
+        self._page = page
+
+    def __getattr__(self, name):
+        found = getattr(self._part, name)
+        if not callable(found):
+            return self._wrapped(found)
+
+        def call(*args, **kwargs):
+            result = found(*args, **kwargs)
+            if name in _ACTIONS and not self._page.evaluate(_SETTLED):
+                raise TimeoutError(f"the page is still busy after {name} {args}")
+            return self._wrapped(result)
+
+        return call
+
+    def _wrapped(self, found):
+        from playwright.sync_api import Keyboard, Locator, Mouse
+
+        return _Settled(found, self._page) if isinstance(found, Locator | Keyboard | Mouse) else found
+
+
 class Tab:
     """One page in a context of its own. Everything that the page does wrong is in `problems`."""
 
@@ -70,7 +106,7 @@ class Tab:
         """Go to a page. From then on nothing but this page, or what the same server has, may be asked for."""
         self._own = urlsplit(str(url))
         self.page.goto(str(url), wait_until="load")
-        return self.page
+        return _Settled(self.page, self.page)
 
     def until(self, expression, timeout_s=TIMEOUT_MS / 1000):
         """Wait until this is true in the page, and give what it is. (Playwright's own way needs `eval`.)"""

@@ -10,7 +10,8 @@ from attacks import on_page
 from milepost.view import write_page
 
 LOOK = """async steps => {
-    const settled = () => new Promise(go => setTimeout(go, 4));
+    const isBusy = () => document.querySelector("[aria-busy=true]");
+    const settled = async () => { do await new Promise(go => setTimeout(go, 4)); while (isBusy()); };
     const lists = {tensors: ["tree"], layout: ["layout-boxes", "reads-table"], statistics: ["statistics-table"],
                    changes: ["changes-table"], timeline: []};
     const picks = document.getElementById("step-select");

@@ -48,12 +48,12 @@ const changes = {
     for (const side of ["from", "to"]) {
       byId(`changes-${side}`).addEventListener("change", (event) => {
         this[side] = Number(event.target.value);
-        this.show();
+        whileBusy(() => this.show());
       });
     }
     byId("changes-measure").addEventListener("change", (event) => {
       this.preferred = event.target.value;
-      this.show();
+      whileBusy(() => this.show());
     });
     this.fillPicks();
     this.pickPair();

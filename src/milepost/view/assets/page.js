@@ -2,6 +2,7 @@
 //
 // What tests may rely on:
 //   document.documentElement.dataset.ready   "true" when the first part is drawn; performance mark "milepost-ready"
+//   #main     aria-busy="true" while something that was asked for is not drawn yet
 //   tabs      #tab-timeline #tab-tensors #tab-layout #tab-statistics #tab-changes (role=tab, aria-selected)
 //   parts     #panel-timeline #panel-tensors #panel-layout #panel-statistics #panel-changes (role=tabpanel, hidden)
 //   step      #step-select (a select whose values are places in the list of steps), #step-previous, #step-next
@@ -48,14 +49,27 @@ function pickTensor(key) {
   refresh();
 }
 
-async function refresh() {
-  if (!view.data.steps.length) return;
+let tasks = 0;
+
+/** Run a task. The page is marked as busy until it ends, and what goes wrong in it is shown. */
+async function whileBusy(task) {
+  tasks += 1;
+  byId("main").setAttribute("aria-busy", "true");
   try {
-    await panels[view.tab].update();
-    keepPlace();
+    await task();
   } catch (error) {
     showProblem(error);
   }
+  tasks -= 1;
+  if (!tasks) byId("main").removeAttribute("aria-busy");
+}
+
+function refresh() {
+  if (!view.data.steps.length) return undefined;
+  return whileBusy(async () => {
+    await panels[view.tab].update();
+    keepPlace();
+  });
 }
 
 function showPicks() {
@@ -287,4 +301,4 @@ window.milepost = {
   bin: binRange,
 };
 
-start().catch(showProblem);
+whileBusy(start);

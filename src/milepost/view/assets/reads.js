@@ -130,7 +130,7 @@ const reads = {
     this.chosen = -1;
     byId("reads-detail").replaceChildren();
     try {
-      if (this.isAll) this.workOut(this.turn);
+      if (this.isAll) whileBusy(() => this.workOut(this.turn));
       else {
         const saved = view.data.layout(view.step, layout.tensor);
         if (!saved) throw new Error("The layout of this tensor is not in the page.");

@@ -68,7 +68,7 @@ const statistics = {
   },
 
   recolour() {
-    if (this.history.length) this.showHistory();
+    if (this.history.length) whileBusy(() => this.showHistory());
   },
 
   note(text) {

@@ -32,11 +32,7 @@ const tensors = {
       onPick: (row) => (row.isLeaf ? this.pickLeaf(row.node) : this.toggle(row.node)),
       onKey: (event, row) => this.onKey(event, row),
     });
-    let waiting = 0;
-    byId("search").addEventListener("input", (event) => {
-      clearTimeout(waiting);
-      waiting = setTimeout(() => this.search(event.target.value), 60);
-    });
+    byId("search").addEventListener("input", (event) => whileBusy(() => this.typed(event.target.value)));
     byId("search").addEventListener("keydown", (event) => {
       if (event.key === "ArrowDown" || event.key === "Enter") {
         event.preventDefault();
@@ -50,6 +46,13 @@ const tensors = {
       tip: (node) => nodeTip(this.shape, node),
       pick: (node) => this.pickLeaf(node),
     });
+  },
+
+  /** Search when nothing more was typed for a moment. */
+  async typed(text) {
+    this.newest = text;
+    await new Promise((go) => setTimeout(go, 60));
+    if (this.newest === text) this.search(text);
   },
 
   get shape() {
