@@ -92,29 +92,30 @@ class Tab:
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
         self._context = browser.new_context(**{**usual, **settings})
         self._context.set_default_timeout(TIMEOUT_MS)
-        self.page = self._context.new_page()
-        self.page.add_init_script(_WATCH_POLICY)
+        self._page = self._context.new_page()
+        self.page = _Settled(self._page, self._page)
+        self._page.add_init_script(_WATCH_POLICY)
         self._own = None
-        self.page.on("console", self._hear)
-        self.page.on("pageerror", lambda error: self.problems.append(f"an exception: {error}"))
-        self.page.on("request", self._see)
-        self.page.on("popup", lambda page: self.problems.append(f"a new window: {page.url}"))
-        self.page.on("dialog", self._refuse)
-        self.page.on("download", lambda download: self.problems.append(f"a download: {download.url[:200]}"))
+        self._page.on("console", self._hear)
+        self._page.on("pageerror", lambda error: self.problems.append(f"an exception: {error}"))
+        self._page.on("request", self._see)
+        self._page.on("popup", lambda page: self.problems.append(f"a new window: {page.url}"))
+        self._page.on("dialog", self._refuse)
+        self._page.on("download", lambda download: self.problems.append(f"a download: {download.url[:200]}"))
 
     def open(self, url):
         """Go to a page. From then on nothing but this page, or what the same server has, may be asked for."""
         self._own = urlsplit(str(url))
-        self.page.goto(str(url), wait_until="load")
-        return _Settled(self.page, self.page)
+        self._page.goto(str(url), wait_until="load")
+        return self.page
 
     def until(self, expression, timeout_s=TIMEOUT_MS / 1000):
         """Wait until this is true in the page, and give what it is. (Playwright's own way needs `eval`.)"""
         end = time.monotonic() + timeout_s
-        while not (found := self.page.evaluate(expression)):
+        while not (found := self._page.evaluate(expression)):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true in {timeout_s:.0f} s: {expression}\n" + "\n".join(self.problems))
-            self.page.wait_for_timeout(20)
+            self._page.wait_for_timeout(20)
         return found
 
     def _hear(self, message):
@@ -135,7 +136,7 @@ class Tab:
 
     def check(self):
         """Raise if anything went wrong so far."""
-        violations = self.page.evaluate("(window.__violations ?? []).splice(0)")
+        violations = self._page.evaluate("(window.__violations ?? []).splice(0)")
         self.problems += [f"against its policy: {violation}" for violation in violations]
         found, self.problems = self.problems, []
         if found:

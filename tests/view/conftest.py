@@ -37,6 +37,22 @@ def new_tab(chromium):
         made.close()
 
 
+@pytest.fixture(scope="module")
+def show_once(chromium, tmp_path_factory):
+    """The tab with the page of a place, for all tests of a file: `tab = show_once(place)`."""
+    tabs = []
+
+    def shown(place):
+        tabs.append(browser.Tab(chromium))
+        tabs[-1].open(write_page(place, tmp_path_factory.mktemp("page") / "page.html").as_uri())
+        tabs[-1].until("document.documentElement.dataset.ready === 'true'")
+        return tabs[-1]
+
+    yield shown
+    for made in tabs:
+        made.close()
+
+
 @pytest.fixture
 def show(tab, tmp_path):
     """Writes the page of a place, opens it, and waits until it is drawn: `page = show(place)`."""

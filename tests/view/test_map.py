@@ -14,8 +14,7 @@ from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.manifest import Tensor
 from milepost.core.statistics import UNIT_BIN, bin_range
 from milepost.inspection.load_plan import NewMesh, plan_load
-from milepost.view import write_page
-from tests import browser, strategies
+from tests import strategies
 
 RANKS = range(6)
 BATCH = 24
@@ -44,13 +43,9 @@ def sorted_reads(reads):
 
 
 @pytest.fixture(scope="module")
-def opened(chromium, meshed, tmp_path_factory):
+def opened(show_once, meshed):
     """The page of the checkpoint, for all tests of this file."""
-    tab = browser.Tab(chromium)
-    tab.open(write_page(meshed, tmp_path_factory.mktemp("page") / "page.html").as_uri())
-    tab.until("document.documentElement.dataset.ready === 'true'")
-    yield tab
-    tab.close()
+    return show_once(meshed)
 
 
 @pytest.fixture

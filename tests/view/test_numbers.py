@@ -7,8 +7,7 @@ import pytest
 
 import milepost
 from milepost.inspection.diff import diff
-from milepost.view import Budget, ViewOptions, collect, write_page
-from tests import browser
+from milepost.view import Budget, ViewOptions, collect
 from tests.view import jobs
 
 STEPS = (100, 200, 300, 500)
@@ -16,13 +15,9 @@ NAMES = ("min", "max", "mean", "rms")
 
 
 @pytest.fixture(scope="module")
-def opened(chromium, run, tmp_path_factory):
+def opened(show_once, run):
     """The page of the run, for all tests of this file."""
-    tab = browser.Tab(chromium)
-    tab.open(write_page(run, tmp_path_factory.mktemp("page") / "page.html").as_uri())
-    tab.until("document.documentElement.dataset.ready === 'true'")
-    yield tab
-    tab.close()
+    return show_once(run)
 
 
 @pytest.fixture
