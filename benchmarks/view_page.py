@@ -96,7 +96,8 @@ def open_once(running: Any, page: Path, found: Opened) -> None:
     session = running.new_browser_cdp_session()
     tab = browser.Tab(running, reduced_motion="no-preference")
     began = time.perf_counter()
-    opened = tab.open(page.as_uri())
+    tab.open(page.as_uri())
+    opened = tab.raw
     tab.until("document.documentElement.dataset.ready === 'true'", timeout_s=120)
     found.drawn_s.append(time.perf_counter() - began)
     if opened.locator("#timeline-chart").is_visible():
@@ -112,7 +113,7 @@ def open_once(running: Any, page: Path, found: Opened) -> None:
         opened.evaluate(f"document.getElementById('tab-{name}').click()")
         opened.evaluate(PAINTED)
         found.parts_s.setdefault(name, []).append(time.perf_counter() - began)
-    metrics = tab.page.context.new_cdp_session(opened)
+    metrics = opened.context.new_cdp_session(opened)
     metrics.send("Performance.enable")
     heap = {one["name"]: one["value"] for one in metrics.send("Performance.getMetrics")["metrics"]}
     found.heap_mib.append(heap["JSHeapUsedSize"] / 2**20)

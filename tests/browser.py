@@ -85,37 +85,40 @@ class _Settled:
 
 
 class Tab:
-    """One page in a context of its own. Everything that the page does wrong is in `problems`."""
+    """One page in a context of its own. Everything that the page does wrong is in `problems`.
+
+    `page`: its actions return when it has settled. `raw`: the same page, whose actions return at once.
+    """
 
     def __init__(self, browser, **settings):
         self.problems = []
         usual = {"viewport": {"width": 1280, "height": 900}, "reduced_motion": "reduce"}
         self._context = browser.new_context(**{**usual, **settings})
         self._context.set_default_timeout(TIMEOUT_MS)
-        self._page = self._context.new_page()
-        self.page = _Settled(self._page, self._page)
-        self._page.add_init_script(_WATCH_POLICY)
+        self.raw = self._context.new_page()
+        self.page = _Settled(self.raw, self.raw)
+        self.raw.add_init_script(_WATCH_POLICY)
         self._own = None
-        self._page.on("console", self._hear)
-        self._page.on("pageerror", lambda error: self.problems.append(f"an exception: {error}"))
-        self._page.on("request", self._see)
-        self._page.on("popup", lambda page: self.problems.append(f"a new window: {page.url}"))
-        self._page.on("dialog", self._refuse)
-        self._page.on("download", lambda download: self.problems.append(f"a download: {download.url[:200]}"))
+        self.raw.on("console", self._hear)
+        self.raw.on("pageerror", lambda error: self.problems.append(f"an exception: {error}"))
+        self.raw.on("request", self._see)
+        self.raw.on("popup", lambda page: self.problems.append(f"a new window: {page.url}"))
+        self.raw.on("dialog", self._refuse)
+        self.raw.on("download", lambda download: self.problems.append(f"a download: {download.url[:200]}"))
 
     def open(self, url):
         """Go to a page. From then on nothing but this page, or what the same server has, may be asked for."""
         self._own = urlsplit(str(url))
-        self._page.goto(str(url), wait_until="load")
+        self.raw.goto(str(url), wait_until="load")
         return self.page
 
     def until(self, expression, timeout_s=TIMEOUT_MS / 1000):
         """Wait until this is true in the page, and give what it is. (Playwright's own way needs `eval`.)"""
         end = time.monotonic() + timeout_s
-        while not (found := self._page.evaluate(expression)):
+        while not (found := self.raw.evaluate(expression)):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true in {timeout_s:.0f} s: {expression}\n" + "\n".join(self.problems))
-            self._page.wait_for_timeout(20)
+            self.raw.wait_for_timeout(20)
         return found
 
     def _hear(self, message):
@@ -136,7 +139,7 @@ class Tab:
 
     def check(self):
         """Raise if anything went wrong so far."""
-        violations = self._page.evaluate("(window.__violations ?? []).splice(0)")
+        violations = self.raw.evaluate("(window.__violations ?? []).splice(0)")
         self.problems += [f"against its policy: {violation}" for violation in violations]
         found, self.problems = self.problems, []
         if found:

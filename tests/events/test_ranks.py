@@ -43,7 +43,7 @@ class Lines(logging.Handler):
 def slow_rank(rank, folder):
     patience.FIRST_S = 0.1
     lines = Lines()
-    state = {"w": torch.full((1000,), 1.0), "slow": Slow(0.45 * (rank == 2))}
+    state = {"w": torch.full((1000,), 1.0), "slow": Slow(1.2 * (rank == 2))}
     with listening() as heard, milepost.Checkpointer(folder) as keeper:
         keeper.save(state, 12)
         keeper.restore(state)
@@ -62,33 +62,34 @@ def test_slow_rank_is_named_by_manifest_log_line_and_waits(tmp_path):
     found = spawn(3, slow_rank, str(tmp_path))
     timings = {t.phase: t for t in found[0][3]}
     assert timings["describing"].slowest_rank == 2
-    assert 0.45 <= timings["describing"].slowest_s < 5
-    assert timings["describing"].median_s < 0.4
-    assert timings["waiting"].slowest_s > 0.3, "the others waited for it"
+    assert 1.2 <= timings["describing"].slowest_s < 10
+    assert timings["describing"].median_s < 1
+    assert timings["waiting"].slowest_s > 0.5, "the others waited for it"
     assert found[0][4] == (4000, 1, found[0][3]), "the coordinator tells the phases of all ranks"
     assert [one[4] for one in found[1:]] == [(4000, 1, ())] * 2
     saved, loaded = found[0][0]
     assert saved.startswith("saved step 12: 4.0 kB in ")
-    assert ", slowest rank 2: describing 0." in saved
+    assert ", slowest rank 2: describing " in saved
     assert loaded.startswith("loaded step 12: ")
     assert loaded.endswith(" on rank 0 of 3")
     assert [one[0] for one in found[1:]] == [[], []], "one line, on the coordinator"
     for rank in (0, 1):
-        assert found[rank][2]["waiting"] > 0.3, "where a rank waits, the work of others does not count as its own"
-        assert found[rank][2]["describing"] < 0.4
-    waits = [wait for wait in found[0][1] if wait[0] == "save"]
-    assert all(wait[2] == (2,) and wait[3] == 1 for wait in waits)
-    assert 2 <= len(waits) <= 4, "after 0.1 s, 0.2 s, 0.4 s, and 0.8 s on a busy machine"
+        assert found[rank][2]["waiting"] > 0.5, "where a rank waits, the work of others does not count as its own"
+        assert found[rank][2]["describing"] < 1
+    longest = max((wait for wait in found[0][1] if wait[0] == "save"), key=lambda wait: wait[4])
+    waits = [wait for wait in found[0][1] if wait[:2] == longest[:2]]
+    assert waits[-1][2:4] == ((2,), 1), "a busy machine may delay the other rank too, at first"
+    assert 2 <= len(waits) <= 6, "after 0.1 s, 0.2 s, 0.4 s, 0.8 s, ..."
     assert [wait[4] for wait in waits] == sorted(wait[4] for wait in waits)
     assert any(wait[0] == "load" and wait[2] == (2,) for wait in found[0][1])
-    assert not found[2][1], "it did not wait"
+    assert all(wait[4] < 0.5 for wait in found[2][1]), "it did not wait long"
 
 
 def slow_coordinator(rank, folder):
-    patience.FIRST_S = 0.1
+    patience.FIRST_S = 0.3
     milepost.save({"x": 1}, folder)
     with listening() as heard:
-        milepost.save({"x": 1, "slow": Slow(0.5 * (rank == 0))}, folder)
+        milepost.save({"x": 1, "slow": Slow(1.2 * (rank == 0))}, folder)
     return {(event.ranks, event.meeting) for event in heard.of(events.Waiting)}
 
 
