@@ -13,9 +13,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import milepost
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing
 from milepost.loading import share_reads
-from milepost.loading.pipeline import _pays
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import agree_to_share
+from milepost.loading.way import choose_way
 from milepost.store import LocalStore, MemoryStore
 from milepost.testing import CountingStore
 from tests.ranks import spawn, spawn_outcomes
@@ -294,7 +294,7 @@ def test_sharing_is_agreed_on_only_where_every_member_has_the_same_plan():
 )
 def test_replicas_share_where_it_pays_or_as_the_caller_wishes(wish, bytes_each, on_device, hosts, shared):
     found = [RankMatch((), {}, {}, {}, b"", bytes_each, bytes_each, on_device, bytes([i % hosts])) for i in range(4)]
-    assert _pays(found, wish) is shared
+    assert choose_way(found, wish) == ("replicas" if shared else "apart")
 
 
 class Opened(CountingStore):

@@ -69,6 +69,10 @@ class Box(msgspec.Struct, frozen=True, array_like=True, gc=False):
         """The same region in coordinates that start at the corner of `outer`."""
         return Box(tuple(map(sub, self.offset, outer.offset)), self.shape)
 
+    def moved(self, by: Shape) -> "Box":
+        """The box, moved by so much in each dimension."""
+        return Box(tuple(map(add, self.offset, by)), self.shape)
+
     def split(self, parts: int) -> "tuple[Box, ...]":
         """At most `parts` boxes of nearly equal size that tile this one; none for an empty box.
 

@@ -8,14 +8,15 @@ Where replicas may differ, nothing is split: `keep_one` chooses the replica that
 """
 
 from collections.abc import Iterable, Iterator, Mapping
+from operator import mul
 from typing import TYPE_CHECKING
 
 import msgspec
 
-from milepost.core.box import Box
+from milepost.core.box import Box, strides_of
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Held, Layout, Whole
-from milepost.core.limits import MIN_PART_BYTES
+from milepost.core.limits import BLOCK_BYTES, KIB, MIN_PART_BYTES
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 from milepost.core.shardfile import entry_name
@@ -24,6 +25,9 @@ from milepost.core.table import TensorRow
 if TYPE_CHECKING:  # numpy takes as long to import as a whole command of the command line
     import numpy as np
     import numpy.typing as npt
+
+GAP_BYTES = 256 * KIB
+"""A gap of at most this size between rows of a strided region is read too: that is faster than another request."""
 
 
 class PlannedWrite(msgspec.Struct, frozen=True, gc=False):
@@ -209,3 +213,37 @@ def read_plan(manifest: Manifest, tensor: Tensor, region: Box) -> list[PlannedRe
         for part, writer in parts_of(tensor, held.box, held.holders)
         if (wanted := part.intersect(region)) is not None
     ]
+
+
+def stretches_of(item: PlannedRead, item_bytes: int) -> Iterator[tuple[int, int]]:
+    """The ranges of its entry that a read asks for: several only where gaps between them are too wide to be read."""
+    if item.box is item.source or item.box == item.source:
+        return iter([(0, item.source.elements * item_bytes)])
+    box, strides = item.box.within(item.source), strides_of(item.source.shape)
+    first = sum(map(mul, box.offset, strides))
+    last = first + sum((n - 1) * s for n, s in zip(box.shape, strides, strict=True))
+    if (last + 1 - first) * item_bytes <= max(box.elements * item_bytes, GAP_BYTES):
+        return iter([(first * item_bytes, (last + 1) * item_bytes)])
+    return _stretches(box, strides, item_bytes)
+
+
+def _stretches(box: Box, strides: tuple[int, ...], item_bytes: int) -> Iterator[tuple[int, int]]:
+    dims = [d for d, n in enumerate(box.shape) if n > 1]
+    ends = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
+    for position, d in enumerate(dims):
+        inner = sum(ends[e] for e in dims[position + 1 :]) + 1
+        if (strides[d] - inner) * item_bytes > GAP_BYTES:
+            for i in range(box.shape[d]):
+                yield from _stretches(box.narrow(d, i, 1), strides, item_bytes)
+            return
+    first = sum(map(mul, box.offset, strides))
+    yield first * item_bytes, (first + sum(ends) + 1) * item_bytes
+
+
+def extra_bytes(item: PlannedRead, item_bytes: int) -> int:
+    """About how many bytes a rank reads beside an item, where it reads for itself: gaps, and the rest of blocks."""
+    if item.box is item.source or item.box == item.source:
+        return 0
+    asked = sum(stop - start for start, stop in stretches_of(item, item_bytes))
+    rest = min(BLOCK_BYTES, item.source.elements * item_bytes - asked)
+    return asked + rest - item.box.elements * item_bytes

@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from milepost.core.box import Box, Shape, boxes_of_run, strides_of
-from milepost.core.division import PlannedRead
+from milepost.core.division import PlannedRead, stretches_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.collection_pause import CollectionPaused
@@ -36,10 +36,6 @@ _IN_PLACE = 64 * KIB
 _FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
 """How many threads read from the page cache. They keep a CPU busy, and the rest of the work needs Python's lock."""
 _FOR_SMALL_TENSORS = 4
-_GAP = 256 * KIB
-"""A gap of at most this size between rows of a strided region is read too: that is faster than another request."""
-
-
 _QUIET = Transfer(direct=False)
 """For looking into a checkpoint: its data should be in the page cache for the next look."""
 
@@ -133,13 +129,18 @@ def _place_restored(files: Files, placement: Placement, registry: ExtensionRegis
     if len(data) != size:
         raise CheckpointDamaged(f"{what} is {len(data)} bytes without its transforms, and should be {size}")
     source = tensor_of_bytes(data).view(torch_dtype(placement.dtype))
-    wanted = source.reshape(item.source.shape)[item.box.within(item.source).slices]
-    same = placement.target.dtype == wanted.dtype and not placement.target.is_conj() and not placement.target.is_neg()
-    with torch.inference_mode(placement.target.is_inference()):  # else torch refuses to change such a tensor
+    copy_box(placement, source.reshape(item.source.shape)[item.box.within(item.source).slices], lossy=lossy)
+
+
+def copy_box(placement: Placement, source: torch.Tensor, *, lossy: bool) -> None:
+    """Copy the box of a placement, as it was saved, into its target. Raises StateMismatch; see `place_all`."""
+    target = placement.target
+    same = target.dtype == source.dtype and not target.is_conj() and not target.is_neg()
+    with torch.inference_mode(target.is_inference()):  # else torch refuses to change such a tensor
         if same:
-            as_bits(placement.target).copy_(as_bits(wanted))
+            as_bits(target).copy_(as_bits(source))
         else:
-            _convert(placement, wanted, placement.target, item.box.offset, lossy=lossy)
+            _convert(placement, source, target, placement.item.box.offset, lossy=lossy)
 
 
 def _convert(placement: Placement, source: torch.Tensor, target: torch.Tensor, offset: Shape, *, lossy: bool) -> None:
@@ -230,24 +231,9 @@ def _turned(placement: Placement, order: Shape) -> Placement:
 
 
 def _spans(piece: _Span) -> Iterator[tuple[int, int]]:
-    """The ranges that a piece needs: one, or one for each stretch between gaps that are too wide to read."""
-    item, kind = piece.placement.item, DTYPES[piece.placement.dtype]
-    if piece.stop - piece.start <= max(piece.placement.size_bytes, _GAP):
-        return iter([(piece.start, piece.stop)])
-    return _stretches(item.box.within(item.source), strides_of(item.source.shape), kind.size_bytes, piece.origin)
-
-
-def _stretches(box: Box, strides: tuple[int, ...], size: int, origin: int) -> Iterator[tuple[int, int]]:
-    dims = [d for d, n in enumerate(box.shape) if n > 1]
-    ends = [(n - 1) * s for n, s in zip(box.shape, strides, strict=True)]
-    for position, d in enumerate(dims):
-        inner = sum(ends[e] for e in dims[position + 1 :]) + 1
-        if (strides[d] - inner) * size > _GAP:
-            for i in range(box.shape[d]):
-                yield from _stretches(box.narrow(d, i, 1), strides, size, origin)
-            return
-    first = sum(a * s for a, s in zip(box.offset, strides, strict=True))
-    yield origin + first * size, origin + (first + sum(ends) + 1) * size
+    """The ranges that a piece needs."""
+    origin, item_bytes = piece.origin, DTYPES[piece.placement.dtype].size_bytes
+    return ((origin + start, origin + stop) for start, stop in stretches_of(piece.placement.item, item_bytes))
 
 
 def _merged(ranges: list[tuple[int, int]], align: int, end: int) -> Iterator[tuple[int, int]]:

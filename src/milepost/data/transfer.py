@@ -65,6 +65,11 @@ class Transfer:
         """The memory that all blocks take together."""
         return self.threads * self.block_bytes
 
+    @property
+    def limit_bytes(self) -> int:
+        """The most memory that the call may use beyond the state: its `host_memory_bytes`."""
+        return self._limit_bytes
+
     def threads_for(self, total_bytes: int, pieces: int, block_bytes: int) -> int:
         """How many threads to use for this many bytes and pieces, with blocks of this size.
 

@@ -16,7 +16,8 @@ import torch
 from msgspec.structs import replace
 
 from milepost.core.box import Shape
-from milepost.core.dtypes import Convert, may_convert
+from milepost.core.division import extra_bytes
+from milepost.core.dtypes import DTYPES, Convert, may_convert
 from milepost.core.layout import Whole
 from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
@@ -93,7 +94,7 @@ class Matcher:
         self._dtypes: dict[str, tuple[str, str]] = {}
         self._changed: set[str] = set()  # also where this rank holds nothing of a tensor
         self._kinds: dict[str, str] = {}
-        self._read_bytes = self._shared_bytes = 0
+        self._read_bytes = self._shared_bytes = self._extra_bytes = 0
         self._on_device = False
 
     def match(self, state: Any) -> Match:
@@ -113,8 +114,9 @@ class Matcher:
             self._read_bytes,
             self._shared_bytes,
             self._on_device,
-            host_id() if self._shared_bytes else b"",
+            host_id() if self._shared_bytes or self._extra_bytes else b"",
             {key: self._reasons[key] for key in self._missing if key in self._reasons},
+            self._extra_bytes,
         )
         return Match(
             self._manifest,
@@ -415,10 +417,15 @@ class Matcher:
         if not has_no_memory(leaf):
             self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
+        shares, item_bytes = self._describer.shares, DTYPES[saved.dtype].size_bytes
         for placement in placements:
             self._read_bytes += placement.size_bytes
-            if not placement.alone and self._describer.shares:
-                self._shared_bytes += placement.size_bytes
+            if not shares:
+                continue
+            extra = extra_bytes(placement.item, item_bytes)
+            self._extra_bytes += extra
+            if extra or not placement.alone:
+                self._shared_bytes += 0 if placement.alone else placement.size_bytes
                 self._on_device = self._on_device or placement.target.device.type not in ("cpu", "meta")
         return placements if key not in self._tied else []
 

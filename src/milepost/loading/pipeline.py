@@ -54,8 +54,10 @@ from milepost.loading.options import LoadOptions
 from milepost.loading.overlaps import check_doubles
 from milepost.loading.private import check_world, read_private_values
 from milepost.loading.report import LoadReport, RankMatch, merge_reports
-from milepost.loading.share_reads import WORTH_BYTES, Buffers, Exchange, agree_to_share, check_arrival
-from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts
+from milepost.loading.share_reads import Buffers, Exchange, agree_to_share, check_arrival
+from milepost.loading.swap_boxes import BoxSwap, Swapped, agree_to_swap
+from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts, swapped_parts
+from milepost.loading.way import Way, choose_way
 from milepost.state.composite import compose, is_composite
 from milepost.state.take_apart import PerRank, Remap, is_stateful
 from milepost.state.tensors import Describer, Memory, memory_of, refuse_fake_mode
@@ -80,10 +82,10 @@ class _Opened(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Judgement(msgspec.Struct, frozen=True, array_like=True):
-    """Why the checkpoint does not fit the states of all ranks (empty: it does); whether replicas share the reading."""
+    """Why the checkpoint does not fit the states of all ranks (empty: it does); and how the ranks read."""
 
     problems: str
-    share: bool
+    way: Way
 
 
 # The steps of a load.
@@ -92,6 +94,7 @@ _REOPENING = Announcement("opening again", Wire(bool), "opening")
 _MATCHING = Meeting("matching", Wire(RankMatch), Wire(_Judgement))
 _SHARING_OUT = Meeting("sharing out", Wire(dict[str, bytes]), Wire(bool), "sharing")
 _SENDING = Meeting("sending", Wire(dict[str, bytes]), Wire(NoneType), "sharing")
+_SWAPPING = "swapping"
 _READING, _APPLYING = "reading", "applying"
 _EXPLAINING = Meeting("matching", Wire(RankMatch), Wire(LoadReport))
 
@@ -125,19 +128,23 @@ def _may_reopen(store: Store, opened: Files | None, options: LoadOptions) -> boo
 def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: LoadOptions) -> Any:
     """Load the checkpoint that the ranks have opened."""
     describer = Describer(comm)
-    match, share = _match(state, opened, comm, call, options)
+    match, way = _match(state, opened, comm, call, options)
     files = opened.get()
     meter = Meter("load", call.place, options.progress if comm.rank == comm.coordinator else None)
     with phasing("allocating"):
         target = defer(comm, lambda: allocate(match, describer, options.device))
-    exchanges = _share_out(target, describer, comm, call, options.transfer.memory_bytes) if share else []
+    lossy, memory = options.convert_dtype == "lossy", options.transfer
+    exchanges = _share_out(target, describer, comm, call, memory.memory_bytes) if way == "replicas" else []
+    swap = _agree_to_swap(target, describer, match.manifest, comm, call, memory.limit_bytes) if way == "swap" else None
 
     def read() -> dict[str, Any]:
         shared = {key for exchange in exchanges for key in exchange.keys}
+        shared |= swap.get().keys if swap is not None else frozenset()
         own = (p for p in target.get().placements if p.item.key not in shared)
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
-        lossy = options.convert_dtype == "lossy"
-        place_all(files, placements, options.transfer, meter, verify=options.verify, lossy=lossy)
+        place_all(
+            files, placements, options.transfer, meter if swap is None else None, verify=options.verify, lossy=lossy
+        )
         values = _read_values(match, files, comm, options.codec)
         memory: Buffers = {}
         for exchange in exchanges:
@@ -148,6 +155,11 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         # Half: a rank whose message never comes must be back in time for the meeting that says why.
         return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
+    def trade(agreed: BoxSwap) -> None:
+        meter.expect(agreed.size_bytes)
+        place = partial(place_all, files, transfer=options.transfer, verify=options.verify, lossy=lossy)
+        agreed.run(place, meter, comm.timeout_s / 2, lossy=lossy)
+
     def apply() -> Any:
         check_doubles(target.get().doubles, match.manifest, files, options.transfer)
         strict = not (options.allow_missing or options.allow_unexpected)
@@ -155,8 +167,10 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
 
     try:
         values = together(comm, call, _READING, read)
-        if share:
+        if exchanges or way == "replicas":
             meet(comm, call, _SENDING, send, check_arrival)
+        if swap is not None:
+            together(comm, call, _SWAPPING, lambda: trade(swap.get()), "sharing")
         loaded = together(comm, call, _APPLYING, apply)
     except BaseException as error:
         error.add_note(_PARTLY_FILLED)
@@ -262,8 +276,8 @@ def _matched(state: Any, manifest: Manifest, comm: Comm, options: LoadOptions) -
     return Matcher(manifest, options.codec, Describer(comm), options.convert_dtype).match(state)
 
 
-def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: LoadOptions) -> tuple[Match, bool]:
-    """Match each rank's state with the manifest, and decide whether replicas share the reading.
+def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: LoadOptions) -> tuple[Match, Way]:
+    """Match each rank's state with the manifest, and decide how the ranks read.
 
     Raises StateMismatch, with all differences on all ranks, on every rank.
     """
@@ -274,27 +288,13 @@ def _match(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options:
         report = merge_reports(call.place, keys_of(opened.get().manifest), found)
         permissions = (options.allow_missing, options.allow_unexpected, options.convert_dtype)
         if report.fits(*permissions):
-            return _Judgement("", _pays(found, options.share_reads))
-        return _Judgement("\n".join(report.problems(*permissions)), share=False)
+            return _Judgement("", choose_way(found, options.share_reads))
+        return _Judgement("\n".join(report.problems(*permissions)), "apart")
 
     judgement = meet(comm, call, _MATCHING, lambda: match.get().report, judge)
     if judgement.problems:
         raise mark_told(StateMismatch(f"the checkpoint at {call.place} does not fit the state:\n{judgement.problems}"))
-    return match.get(), judgement.share
-
-
-def _pays(found: list[RankMatch], wish: bool | None) -> bool:
-    """Whether replicas should share the reading: one reads, and sends it to the others.
-
-    Sharing costs one trip through the network, reading again one trip to the storage. Sharing wins where the ranks run
-    on several machines, whose page caches are separate, and on linked devices. It loses on one machine with the tensors
-    in main memory: there the page cache does the same at no cost.
-    """
-    shared = sum(one.shared_bytes for one in found)
-    if wish is not None or shared < WORTH_BYTES:
-        return bool(wish) and shared > 0
-    sharing = [one for one in found if one.shared_bytes]
-    return len({one.host for one in sharing}) > 1 or all(one.on_device for one in sharing)
+    return match.get(), judgement.way
 
 
 def _share_out(
@@ -313,6 +313,21 @@ def _share_out(
         return exchanges.get()
     _log.info("the ranks want different tensors of %s, so each reads its own", call.place)
     return []
+
+
+def _agree_to_swap(
+    target: Deferred[Target], describer: Describer, manifest: Manifest, comm: Comm, call: Call, memory_bytes: int
+) -> Deferred[BoxSwap] | None:
+    """Agree on what each rank reads for all, and sends. None if the ranks cannot: then each reads for itself."""
+
+    def find() -> dict[str, Swapped]:
+        return swapped_parts(target.get(), describer)
+
+    with phasing("sharing"):
+        swap = agree_to_swap(find, manifest, comm, call, memory_bytes)
+    if swap is None:
+        _log.info("the ranks cannot send each other what they read of %s, so each reads its own", call.place)
+    return swap
 
 
 @CollectionPaused()

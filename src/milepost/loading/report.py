@@ -21,8 +21,8 @@ _KEY_LETTERS = 1000
 class RankMatch(msgspec.Struct, frozen=True):
     """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
 
-    Other ranks want `shared_bytes` of them too; `on_device`: whether those are for a device; `host`: where it runs.
-    `reasons`: why keys are missing, where there is more to say.
+    Other ranks want `shared_bytes` of them too. `extra_bytes` would be read beside them, for other ranks. `on_device`:
+    whether those are for a device; `host`: where it runs. `reasons`: why keys are missing, where there is more to say.
     """
 
     missing: tuple[str, ...]
@@ -35,6 +35,7 @@ class RankMatch(msgspec.Struct, frozen=True):
     on_device: bool = False
     host: bytes = b""
     reasons: dict[str, str] = {}  # msgspec copies it
+    extra_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,6 @@ from milepost.data.place import Placement, placement_of
 from milepost.errors import CheckpointError
 from milepost.state.tensors import Part, Sharers
 
-WORTH_BYTES = 64 * MIB
-"""Below this size, agreeing on who reads takes longer than reading."""
 _MESSAGE_BYTES = 16 * MIB
 """The most that is sent at once, where the memory of the call allows it."""
 _ALIGN = 16

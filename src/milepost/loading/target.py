@@ -10,7 +10,8 @@ import torch
 
 from milepost.core.box import Box
 from milepost.core.division import read_plan
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import FORMAT, Manifest, Tensor
+from milepost.core.swap_plan import WantRow, may_swap
 from milepost.core.tree import Flat, Path, show_path
 from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
@@ -18,6 +19,7 @@ from milepost.loading.optimizers import OptimizerPlan
 from milepost.loading.overlaps import Double, find_doubles
 from milepost.loading.report import RankMatch
 from milepost.loading.share_reads import SharedPart
+from milepost.loading.swap_boxes import Swapped
 from milepost.state.tensors import (
     Describer,
     LocalTensor,
@@ -174,6 +176,23 @@ def shared_parts(target: Target, describer: Describer) -> dict[Sharers, list[Sha
         if sharers is not None:
             shared.setdefault(sharers, []).extend(SharedPart(saved, part) for part in local.parts)
     return shared
+
+
+def swapped_parts(target: Target, describer: Describer) -> dict[str, Swapped]:
+    """The tensors of a target that can be read by any rank and sent here, with their memory, by their saved keys."""
+    match = target.match
+    if match.manifest.format != FORMAT:
+        return {}
+    tensors = {t.key: t for t in match.manifest.tensors}
+    wishes = Counter(saved for key, saved in match.saved.items() if key not in match.tied)
+    found: dict[str, Swapped] = {}
+    for key, leaf in match.flat.leaves.items():
+        saved = tensors.get(match.saved[key])
+        if saved is None or wishes[saved.key] > 1 or key in match.tied or not may_swap(saved):
+            continue
+        local = describer.describe(_memory(target.made.get(key, leaf)), key)
+        found[saved.key] = Swapped(saved, WantRow(saved.key, local.layout), local.parts)
+    return found
 
 
 def placements_for(manifest: Manifest, saved: Tensor, local: LocalTensor, describer: Describer) -> list[Placement]:

@@ -169,7 +169,7 @@ class Describer:
             group = value.device_mesh.get_group(axis)
         elif local.layout is not None:
             return None
-        if group is None or not _can_send(group, local.parts[0].data.device.type):
+        if group is None or not can_send(group, local.parts[0].data.device.type):
             return None
         ranks = [self._comm.index_of(rank) for rank in dist.get_process_group_ranks(group)]
         found = tuple(rank for rank in ranks if rank is not None)
@@ -229,7 +229,7 @@ class Describer:
         return LocalTensor(dtype_name(value.dtype, key), tuple(value.size()), "tensor", Boxes(tuple(held)), parts)
 
 
-def _can_send(group: dist.ProcessGroup, device: str) -> bool:
+def can_send(group: dist.ProcessGroup, device: str) -> bool:
     """Whether tensors on this kind of device can be sent in the group: NCCL sends none that are on the CPU."""
     return f"{device}:" in dist.distributed_c10d.get_backend_config(group)
 

@@ -1,0 +1,293 @@
+"""Swaps: every byte is read by one rank, and sent to the ranks that want it. Pure, and the same on every rank.
+
+The files stand side by side on a line, each as long as it is, and the line is cut into one equal part for each rank. So
+ranks read disjoint runs of the files. What a rank reads is cut into rounds, and in each round every rank sends the
+others what they want of it.
+
+Nothing is sent about who sends what. A sender works it out from the layouts of the targets, and a receiver goes through
+what each sender reads, as the sender does. That takes time in proportion to the tensors for each sender from which a
+rank gets something.
+"""
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import msgspec
+
+from milepost.core.box import Box, Shape, boxes_of_run
+from milepost.core.division import PlannedRead, read_plan, written_by
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Boxes, Grid, Layout, Whole
+from milepost.core.limits import BLOCK_BYTES, KIB, MIB
+from milepost.core.manifest import Manifest, Tensor
+from milepost.core.ranks import positions, unpack_ranks
+from milepost.core.shardfile import file_order
+
+ALIGN = 16
+"""Where a fragment may start in a message: aligned for any type."""
+_ROUND_BYTES = 4 * MIB
+_SHORTEST_ROUND = 64 * KIB
+_CHUNK_LISTS = 64
+"""For how many senders a rank keeps the list of what they read: a few are asked again and again."""
+
+
+class WantRow(msgspec.Struct, frozen=True, array_like=True):
+    """A tensor that a rank wants, by its key in the checkpoint. `layout` is None where the rank wants all of it."""
+
+    key: str
+    layout: Grid | Boxes | None
+
+
+class Wanted(NamedTuple):
+    """How some ranks want a tensor."""
+
+    layout: Layout
+    ranks: frozenset[int]
+
+
+Wants = Mapping[str, tuple[Wanted, ...]]
+"""How a tensor is wanted, by its key in the checkpoint. No rank stands in two of the entries."""
+
+
+class Fragment(NamedTuple):
+    """A box of a tensor that a message holds, and where it lies in the message."""
+
+    key: str
+    box: Box
+    at: int
+
+
+class Chunk(NamedTuple):
+    """What a sender reads from one entry for one round."""
+
+    round: int
+    tensor: Tensor
+    file: int
+    name: str
+    source: Box
+    box: Box
+
+    def read_of(self, box: Box) -> PlannedRead:
+        """The read of a part of the chunk."""
+        return PlannedRead(self.tensor.key, self.file, self.name, self.source, box)
+
+
+class Message(NamedTuple):
+    """What one rank sends another in a round: `size_bytes` with all fragments in it."""
+
+    fragments: tuple[Fragment, ...]
+    size_bytes: int
+
+
+def merge_wants(groups: Sequence[tuple[str, Sequence[WantRow]]]) -> Wants:
+    """What all ranks want, from the distinct tables and the ranks that have each."""
+    found: dict[str, list[Wanted]] = {}
+    for ranks, rows in groups:
+        members = frozenset(unpack_ranks(ranks))
+        for row in rows:
+            found.setdefault(row.key, []).append(Wanted(row.layout or Whole(ranks), members))
+    return {key: tuple(wanted) for key, wanted in found.items()}
+
+
+def may_swap(tensor: Tensor) -> bool:
+    """Whether a tensor has entries of its own, which hold its bytes as they are."""
+    return not (tensor.same_as or tensor.transforms or tensor.is_bytes)
+
+
+def round_bytes(memory_bytes: int, world: int) -> int:
+    """How much a rank sends in a round: so little that what comes in from all ranks takes a quarter of the memory."""
+    return max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
+
+
+class SwapPlan:
+    """Who reads what, and who sends what to whom, in which round.
+
+    `bytes_of_round` is what a rank sends at most in a round, unless one element for all who want it is more. An entry
+    as short as `unit_bytes` is not cut between two ranks.
+    """
+
+    def __init__(
+        self, manifest: Manifest, wants: Wants, world: int, bytes_of_round: int, unit_bytes: int = BLOCK_BYTES
+    ) -> None:
+        self._manifest, self._wants, self._round_bytes = manifest, wants, bytes_of_round
+        self._unit_bytes = unit_bytes
+        self._tensors = [t for t in manifest.tensors if t.key in wants and may_swap(t)]
+        self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
+        writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
+        self._files = [file for file in manifest.files if file.rank in writers]
+        self._ends = list(itertools.accumulate(file.size_bytes for file in self._files))
+        total = self._ends[-1] if self._ends else 0
+        self._cuts = [total * reader // world for reader in range(world + 1)]
+        self.chunks_of = lru_cache(_CHUNK_LISTS)(self._chunks_of)
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The tensors that are swapped."""
+        return frozenset(self._copies)
+
+    def rounds_of(self, sender: int) -> int:
+        """How many rounds a rank needs for what it reads."""
+        chunks = self.chunks_of(sender)
+        return chunks[-1].round + 1 if chunks else 0
+
+    def sent_by(self, sender: int, first: int, stop: int) -> Iterator[tuple[Chunk, tuple[tuple[int, Box], ...]]]:
+        """What a rank reads for rounds first..stop, and the boxes of it that go to each rank, itself included."""
+        for chunk in self._in_rounds(sender, first, stop):
+            yield chunk, tuple(sorted(self._wishes(chunk), key=lambda wish: (wish[0], wish[1].offset)))
+
+    def senders_to(self, receiver: int) -> list[int]:
+        """The ranks from which a rank gets something, itself included."""
+        readers: set[int] = set()
+        files: set[int] = set()
+        for tensor in self._tensors:
+            for box in self._boxes_for(tensor, receiver):
+                files.update(item.rank for item in read_plan(self._manifest, tensor, box))
+        for number, file in enumerate(self._files):
+            if file.rank in files:
+                start, stop = self._ends[number] - file.size_bytes, self._ends[number]
+                readers.update(range(bisect_right(self._cuts, start) - 1, bisect_left(self._cuts, stop)))
+        return sorted(readers)
+
+    def message(self, sender: int, receiver: int, number: int) -> Message:
+        """What a rank sends another in a round, as the receiver works it out."""
+        boxes: list[tuple[Tensor, Box]] = []
+        for chunk in self._in_rounds(sender, number, number + 1):
+            mine = self._boxes_for(chunk.tensor, receiver)
+            found = [part for box in mine if (part := box.intersect(chunk.box)) is not None]
+            boxes += [(chunk.tensor, part) for part in sorted(found, key=lambda part: part.offset)]
+        return packed(boxes)
+
+    def _in_rounds(self, sender: int, first: int, stop: int) -> Iterator[Chunk]:
+        chunks = self.chunks_of(sender)
+        low = bisect_left(chunks, first, key=lambda chunk: chunk.round)
+        high = bisect_left(chunks, stop, lo=low, key=lambda chunk: chunk.round)
+        return iter(chunks[low:high])
+
+    def _wishes(self, chunk: Chunk) -> Iterator[tuple[int, Box]]:
+        for wanted in self._wants[chunk.tensor.key]:
+            for held in wanted.layout.overlapping(chunk.tensor.shape, chunk.box):
+                part = held.box.intersect(chunk.box)
+                if part is not None:
+                    yield from ((rank, part) for rank in held.holders if rank in wanted.ranks)
+
+    def _boxes_for(self, tensor: Tensor, receiver: int) -> list[Box]:
+        return [
+            piece.box
+            for wanted in self._wants[tensor.key]
+            if receiver in wanted.ranks
+            for piece in wanted.layout.pieces(tensor.shape, receiver)
+        ]
+
+    def _chunks_of(self, sender: int) -> list[Chunk]:
+        """What a rank reads, in the order of rounds."""
+        chunks: list[Chunk] = []
+        number = filled = 0
+        for file, low, high in self._shares_of(sender):
+            for tensor, name, source, first, stop in self._stretch(file, low, high):
+                weight = DTYPES[tensor.dtype].size_bytes * self._copies[tensor.key]
+                at = first
+                while at < stop:
+                    end = self._end(at, stop, source.shape, weight, filled)
+                    if end == at:
+                        number, filled = number + 1, 0
+                        continue
+                    boxes = [box.moved(source.offset) for box in boxes_of_run(source.shape, at, end)]
+                    chunks += [Chunk(number, tensor, file, name, source, box) for box in boxes]
+                    at, filled = end, filled + (end - at) * weight
+        return chunks
+
+    def _end(self, at: int, stop: int, shape: Shape, weight: int, filled: int) -> int:
+        """Up to where the elements from `at` go into a round in which `filled` bytes are sent: `at`, if it is full."""
+        room = at + max((self._round_bytes - filled) // weight, 0)
+        if room >= stop:
+            return stop
+        end = _whole_rows(room, shape, self._round_bytes // 4 // weight)
+        return end if end > at else at + (not filled)
+
+    def _shares_of(self, sender: int) -> Iterator[tuple[int, tuple[int, int], tuple[int, int]]]:
+        """The files that a rank reads from, and from where to where, as shares (part, whole) of the file."""
+        low, high = self._cuts[sender], self._cuts[sender + 1]
+        for number in range(bisect_right(self._ends, low), len(self._files)):
+            file = self._files[number]
+            start = self._ends[number] - file.size_bytes
+            if start >= high:
+                return
+            size = file.size_bytes
+            yield file.rank, (max(low - start, 0), size), (min(high - start, size), size)
+
+    def _stretch(
+        self, file: int, low: tuple[int, int], high: tuple[int, int]
+    ) -> Iterator[tuple[Tensor, str, Box, int, int]]:
+        """The wanted entries in a part of a file, each with the elements first..stop that lie in it."""
+        entries = self._entries(file)
+        weights = [self._copies[t.key] * box.elements * DTYPES[t.dtype].size_bytes for t, _, box in entries]
+        total = sum(weights)
+        first, last = total * low[0] // low[1], total * high[0] // high[1]
+        at = 0
+        for (tensor, name, box), weight in zip(entries, weights, strict=True):
+            whole = self._unit_bytes * self._copies[tensor.key]
+            start, stop = (_cut_of(box, cut - at, weight, whole) for cut in (first, last))
+            if start < stop:
+                yield tensor, name, box, start, stop
+            at += weight
+
+    def _entries(self, file: int) -> list[tuple[Tensor, str, Box]]:
+        """The wanted entries of a file, in its order."""
+        found = [
+            (tensor, item.name, item.box)
+            for tensor in self._tensors
+            for item in written_by(tensor, self._manifest.layout_of(tensor), file)
+        ]
+        found.sort(key=lambda one: file_order(one[0].dtype, one[2].elements * DTYPES[one[0].dtype].size_bytes))
+        return found
+
+
+def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
+    """The boxes one after the other in a message."""
+    fragments, at = [], 0
+    for tensor, box in boxes:
+        fragments.append(Fragment(tensor.key, box, at))
+        at = -(-(at + box.elements * DTYPES[tensor.dtype].size_bytes) // ALIGN) * ALIGN
+    return Message(tuple(fragments), at)
+
+
+def copies_of(wanted: Wanted) -> int:
+    """How many ranks want the same, at most."""
+    layout = wanted.layout
+    if isinstance(layout, Grid):
+        return math.prod(n for n, cut in zip(layout.mesh.shape, layout.cuts, strict=True) if cut is None)
+    if isinstance(layout, Boxes):
+        return max((len(held.holders) for held in layout.held), default=1)
+    return max(len(wanted.ranks & set(positions(layout.ranks))), 1)
+
+
+def _ranks_of(layout: Layout) -> tuple[int, ...]:
+    if isinstance(layout, Boxes):
+        return tuple({rank for held in layout.held for rank in held.holders})
+    return unpack_ranks(layout.mesh.ranks if isinstance(layout, Grid) else layout.ranks)
+
+
+def _cut_of(box: Box, cut: int, weight: int, whole: int) -> int:
+    """How many elements of an entry lie before a cut. What is as short as a block goes to one side."""
+    elements = box.elements
+    if cut <= 0 or not weight:
+        return 0
+    if cut >= weight:
+        return elements
+    if weight <= whole:
+        return elements if 2 * cut > weight else 0
+    return _whole_rows(elements * cut // weight, box.shape, elements // 4)
+
+
+def _whole_rows(elements: int, shape: Shape, most: int) -> int:
+    """At most this many elements, in whole rows of the outermost dimension whose rows have at most `most` elements."""
+    row = 1
+    for n in reversed(shape):
+        if row * n > max(most, 1):
+            break
+        row *= n
+    return elements // row * row

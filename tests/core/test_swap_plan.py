@@ -1,0 +1,149 @@
+"""Swaps against counting: every element is read by one rank, and comes to each rank that wants it, exactly once."""
+
+from collections import Counter
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from milepost.core.box import Box
+from milepost.core.division import share_out, written_by
+from milepost.core.dtypes import DTYPES
+from milepost.core.layout import Boxes, Held, Whole
+from milepost.core.limits import KIB, MIB
+from milepost.core.manifest import ShardFile, Tensor, new_manifest
+from milepost.core.ranks import pack_ranks
+from milepost.core.swap_plan import SwapPlan, Wanted, WantRow, copies_of, merge_wants, packed, round_bytes
+from milepost.core.table import TensorRow
+from milepost.testing import on_mesh, simulate_save
+from tests.strategies import count_cover, examples, layouts, shapes
+
+DTYPE = st.sampled_from(["float32", "int8", "bfloat16", "complex128"])
+
+
+@st.composite
+def saved(draw, world):
+    """A manifest of some tensors with layouts of every kind."""
+    drawn = {f"{i}": draw(shapes(max_dims=3, max_size=9)) for i in range(draw(st.integers(1, 4)))}
+    rows = [TensorRow(key, draw(DTYPE), shape, "tensor", None) for key, shape in drawn.items()]
+    by_key = {key: draw(layouts(shape, range(world))) for key, shape in drawn.items()}
+    tensors, found = share_out(rows, by_key, world, share_replicas=draw(st.booleans()))
+    tensors = tuple(replace(t, parts=draw(st.sampled_from([t.parts, 3]))) for t in tensors)
+    files = tuple(ShardFile(rank, draw(st.integers(1, 5000)), 1, "") for rank in range(world))
+    content = {"tensors": tensors, "layouts": found, "files": files, "tree": (), "values": (), "per_rank": ()}
+    return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, **content)
+
+
+@st.composite
+def wishes(draw, manifest, world):
+    """What the ranks want: some of the tensors, cut in other ways, by one group of ranks or by two."""
+    tensors = [t for t in manifest.tensors if draw(st.integers(0, 4))]
+    halves = (range(world),) if draw(st.booleans()) or world < 2 else (range(world // 2), range(world // 2, world))
+    groups = []
+    for ranks in halves:
+        rows = []
+        for tensor in tensors:
+            layout = draw(layouts(tensor.shape, ranks))
+            rows.append(WantRow(tensor.key, None if isinstance(layout, Whole) else layout))
+        groups.append((pack_ranks(ranks), rows))
+    return merge_wants(groups)
+
+
+def boxes_of(wants, tensor, rank):
+    return [
+        piece.box
+        for wanted in wants[tensor.key]
+        if rank in wanted.ranks
+        for piece in wanted.layout.pieces(tensor.shape, rank)
+        if piece.box.elements
+    ]
+
+
+@examples(150)
+@given(st.data(), st.integers(1, 5), st.integers(1, 6), st.sampled_from([64, 300, 10_000]), st.sampled_from([0, 200]))
+def test_every_element_is_read_once_and_comes_once_to_each_rank_that_wants_it(data, before, after, room, unit):
+    manifest = data.draw(saved(before))
+    wants = data.draw(wishes(manifest, after))
+    plan = SwapPlan(manifest, wants, after, room, unit)
+    tensors = {t.key: t for t in manifest.tensors}
+    read = {key: [] for key in wants}
+    came = {(rank, key): [] for rank in range(after) for key in wants}
+    for sender in range(after):
+        for number in range(plan.rounds_of(sender)):
+            sent = {rank: [] for rank in range(after)}
+            for chunk, to in plan.sent_by(sender, number, number + 1):
+                assert chunk.round == number
+                assert chunk.source.contains(chunk.box)
+                assert chunk.name in {
+                    w.name for w in written_by(chunk.tensor, manifest.layout_of(chunk.tensor), chunk.file)
+                }
+                read[chunk.tensor.key].append(chunk.box)
+                for rank, box in to:
+                    sent[rank].append((chunk.tensor, box))
+            for rank, boxes in sent.items():
+                assert plan.message(sender, rank, number) == packed(boxes), "both sides see the same message"
+                assert not boxes or sender in plan.senders_to(rank)
+                for tensor, box in boxes:
+                    came[rank, tensor.key].append(box)
+            elements = sum(box.elements for boxes in sent.values() for _, box in boxes)
+            size = sum(b.elements * DTYPES[t.dtype].size_bytes for boxes in sent.values() for t, b in boxes)
+            assert size <= room or elements <= after * 2 * max((len(t.shape) for t in tensors.values()), default=1)
+    for key, boxes in read.items():
+        whole = Box.whole(tensors[key].shape)
+        assert (count_cover(boxes, whole.shape) == 1).all(), key
+    for (rank, key), boxes in came.items():
+        expected = boxes_of(wants, tensors[key], rank)
+        assert (count_cover(boxes, tensors[key].shape) == count_cover(expected, tensors[key].shape)).all()
+
+
+@examples(50)
+@given(st.data(), st.integers(1, 40))
+def test_fragments_of_a_message_are_aligned_and_do_not_overlap(data, count):
+    tensors = [Tensor(f"{i}", data.draw(DTYPE), (data.draw(st.integers(0, 40)),), 0) for i in range(count)]
+    message = packed((t, Box.whole(t.shape)) for t in tensors)
+    ends = [f.at + t.shape[0] * DTYPES[t.dtype].size_bytes for f, t in zip(message.fragments, tensors, strict=True)]
+    assert all(f.at % 16 == 0 for f in message.fragments)
+    assert all(end <= nxt.at for end, (_, nxt) in zip(ends, pairwise(message.fragments), strict=False))
+    assert message.size_bytes >= max(ends)
+    assert message.size_bytes % 16 == 0
+
+
+def plan_of(before, after, rows, room=MIB):
+    """A save by `before` ranks, and the swap of `after` ranks that want it otherwise."""
+    save = simulate_save(before, rows[0])
+    wants = merge_wants([(pack_ranks(range(after)), [WantRow(row.key, row.layout) for row in rows[1]])])
+    return save, SwapPlan(save.manifest, wants, after, room)
+
+
+def columns(before, after):
+    shape = (4096, 1024)
+    return [
+        [TensorRow(f"w{i}", "bfloat16", shape, "tensor", on_mesh((world,), [dim])) for i in range(8)]
+        for world, dim in ((before, 0), (after, 1))
+    ]
+
+
+def test_all_ranks_read_about_equally_much():
+    for before, after in ((4, 4), (4, 6), (6, 4), (3, 1), (1, 3)):
+        save, plan = plan_of(before, after, columns(before, after))
+        total = sum(t.size_bytes for t in save.manifest.tensors)
+        shares = Counter()
+        for sender in range(after):
+            for chunk in plan.chunks_of(sender):
+                shares[sender] += chunk.box.elements * 2
+        assert sum(shares.values()) == total
+        assert max(shares.values()) <= 1.02 * total / after
+
+
+def test_a_round_takes_little_memory_on_many_ranks():
+    assert round_bytes(512 * MIB, 4) == 4 * MIB
+    assert round_bytes(512 * MIB, 1024) == 128 * KIB
+    assert round_bytes(512 * MIB, 16384) == 64 * KIB
+
+
+def test_layouts_of_every_kind_say_how_often_a_tensor_is_wanted():
+    everybody = frozenset(range(6))
+    assert copies_of(Wanted(on_mesh((2, 3), [None, 0]), everybody)) == 2
+    assert copies_of(Wanted(Whole("0-5"), frozenset({1, 2}))) == 2
+    assert copies_of(Wanted(Boxes((Held(Box((0,), (2,)), "0,3,4"), Held(Box((2,), (2,)), "1"))), everybody)) == 3

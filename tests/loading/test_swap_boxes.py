@@ -1,0 +1,218 @@
+"""Reading once, however tensors are cut, on real ranks: what each rank reads, what it gets, and who fails."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+import milepost
+from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, StateMismatch
+from milepost.loading.report import RankMatch
+from milepost.loading.way import choose_way
+from tests.loading.test_share_reads import MIB, Reading
+from tests.ranks import spawn, spawn_outcomes
+
+
+def whole():
+    """Tensors of many kinds: about 36 MiB."""
+    torch.manual_seed(0)
+    return {
+        "large": torch.randn(2048, 2048),
+        "half": torch.randn(1024, 4096).to(torch.bfloat16),
+        "deep": torch.randn(6, 50, 33, 20),
+        "odd": torch.randn(257, 1021).to(torch.float16),
+        "row": torch.randn(100_003),
+        "complex": torch.randn(40, 50, dtype=torch.complex64),
+        "bits": torch.randint(0, 2, (1000, 7)).bool(),
+        "small": [torch.randn(i + 1) for i in range(30)],
+        "scalar": torch.tensor(3.5),
+        "empty": torch.empty(0, 4),
+    }
+
+
+def cut(state, mesh, placements, make=torch.clone):
+    """The state on a mesh: each tensor is cut along its last dimensions first, if `placements` say so."""
+
+    def on_mesh(value):
+        fitting = [p if not isinstance(p, Shard) or p.dim < value.ndim else Replicate() for p in placements]
+        return distribute_tensor(make(value), mesh, fitting)
+
+    return torch.utils._pytree.tree_map(on_mesh, state)
+
+
+def check(target):
+    flat, _ = torch.utils._pytree.tree_flatten(whole())
+    got, _ = torch.utils._pytree.tree_flatten(target, is_leaf=lambda leaf: isinstance(leaf, DTensor))
+    for one, other in zip(flat, got, strict=True):
+        assert torch.equal(one, other.full_tensor() if isinstance(other, DTensor) else other)
+
+
+def save(rank, where, shape, placements):
+    milepost.save(cut(whole(), init_device_mesh("cpu", shape), placements), where)
+
+
+def load(rank, where, shape, placements, share, **options):
+    target, store = cut(whole(), init_device_mesh("cpu", shape), placements, torch.zeros_like), Reading(where)
+    milepost.load(target, store, share_reads=share, **options)
+    check(target)
+    return store.bytes_read
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (((4,), [Shard(0)]), ((4,), [Shard(1)])),
+        (((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(1)])),
+        (((3,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)])),
+        (((1,), [Replicate()]), ((4,), [Shard(1)])),
+    ],
+    ids=["rows to columns", "two axes to columns", "columns to copies of rows", "one to columns"],
+)
+def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
+    spawn(len(torch.empty(before[0]).flatten()), save, tmp_path, *before)
+    size = sum(f.size_bytes for f in milepost.open(tmp_path).manifest.files)
+    world = len(torch.empty(after[0]).flatten())
+    apart = spawn(world, load, tmp_path, *after, False)
+    assert sum(apart) > 1.8 * size
+    once = spawn(world, load, tmp_path, *after, True)
+    assert sum(once) < 1.05 * size
+    assert max(once) < 1.2 * size / world, "all ranks read about the same"
+    assert spawn(world, load, tmp_path, *after, None) == apart, "on one machine, into main memory, each for itself"
+
+
+def load_in_rounds(rank, where):
+    read = load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, verify=rank != 1)
+    dist.barrier()
+    return read
+
+
+def load_stages(rank, where):
+    """Ranks that want different tensors, cut in different ways, and convert some of them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("stage", "dp"))["dp"]
+    full = whole()
+    mine = ["large", "deep", "row", "scalar"] if rank < 2 else ["half", "odd", "complex", "bits", "empty", "scalar"]
+    target = {key: torch.zeros_like(full[key]) for key in mine}
+    for key in ("large", "half"):
+        if key in target:
+            target[key] = distribute_tensor(target[key].to(torch.float32), mesh, [Shard(1)])
+    if rank == 2:
+        target["odd"] = torch.zeros(1021, 257, dtype=torch.float32).t()
+    milepost.load(target, where, share_reads=True, allow_unexpected=True, convert_dtype=True)
+    for key, value in target.items():
+        got = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(got, full[key].to(got.dtype)), key
+
+
+def load_damaged(rank, where):
+    start = time.monotonic()
+    with pytest.raises(CheckpointDamaged, match=r"(?s)rank \d.*large") as caught:
+        load(rank, where, (3,), [Shard(1)], True)
+    assert "not what arrived" not in str(caught.value)
+    assert time.monotonic() - start < 30
+    dist.barrier()  # the group still works: no collective was left half done
+
+
+def load_what_does_not_fit(rank, where):
+    mesh = init_device_mesh("cpu", (3,))
+    target = {"w": distribute_tensor(torch.zeros(64, 3000, dtype=torch.float16), mesh, [Shard(1)])}
+    with pytest.raises(StateMismatch, match=r"(?s)'w' .*cannot hold the value 100000.0 at index \(5, 2500\)"):
+        milepost.load(target, where, share_reads=True, convert_dtype=True)
+    dist.barrier()
+
+
+def load_while_one_dies(rank, where):
+    send, sent = dist.all_to_all_single, []
+
+    def die(*arguments, **options):
+        sent.append(arguments)
+        if len(sent) > 2:
+            os._exit(1)
+        return send(*arguments, **options)
+
+    if rank == 1:
+        dist.all_to_all_single = die
+    with pytest.raises(RanksMissing, match=r"rank 1 .*swapping"):
+        load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, timeout_s=4)
+    return "told"
+
+
+def load_while_one_sends_nothing(rank, where):
+    if rank == 1:
+        dist.all_to_all_single = lambda *_, **__: time.sleep(4)
+    start = time.monotonic()
+    with pytest.raises(CheckpointError):
+        load(rank, where, (3,), [Shard(1)], True, timeout_s=1)
+    assert rank == 1 or time.monotonic() - start < 3.5
+
+
+def load_while_a_thread_uses_the_group(rank, where):
+    send = dist.all_to_all_single
+
+    class Mixed:
+        """What another thread's collective on one rank does to ours: something else arrives."""
+
+        def __init__(self, memory, work):
+            self.memory, self.work = memory, work
+
+        def wait(self, timeout):
+            self.work.wait(timeout)
+            self.memory[-20] ^= 1
+
+    if rank == 1:
+        dist.all_to_all_single = lambda memory, *rest, **options: Mixed(memory, send(memory, *rest, **options))
+    with pytest.raises(CheckpointError, match=r"(?s)rank 1.*not what arrived.*share_reads=False"):
+        load(rank, where, (3,), [Shard(1)], True)
+    dist.all_to_all_single = send
+    load(rank, where, (3,), [Shard(1)], True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
+    folder, other = tmp_path / "a", tmp_path / "b"
+    spawn(2, save, folder, (2,), [Shard(0)])
+    size = sum(f.size_bytes for f in milepost.open(folder).manifest.files)
+    assert sum(spawn(3, load_in_rounds, folder)) < 1.25 * size, "in little memory, blocks at edges are read twice"
+    spawn(4, load_stages, folder)
+    spawn(3, load_while_a_thread_uses_the_group, folder)
+    spawn(3, load_while_one_sends_nothing, folder)
+    assert spawn_outcomes(3, load_while_one_dies, folder) == [(True, "told"), None, (True, "told")]
+    wide = torch.zeros(64, 3000)
+    wide[5, 2500] = 1e5
+    milepost.save({"w": wide}, other)
+    spawn(3, load_what_does_not_fit, other)
+    path = min(folder.glob("data/*/*.safetensors"))
+    with path.open("r+b") as file:
+        file.seek(5 * MIB)
+        byte = file.read(1)
+        file.seek(5 * MIB)
+        file.write(bytes([byte[0] ^ 1]))
+    spawn(3, load_damaged, folder)
+
+
+@pytest.mark.parametrize(
+    ("wish", "extra", "shared", "hosts", "on_device", "way"),
+    [
+        (None, 90, 0, 2, False, "swap"),
+        (None, 90, 100, 2, False, "swap"),
+        (None, 90, 0, 1, False, "apart"),  # main memory of one machine: the page cache does it
+        (None, 90, 0, 1, True, "swap"),
+        (None, 4, 100, 2, False, "replicas"),
+        (None, 4, 0, 2, False, "apart"),
+        (True, 4, 0, 1, False, "apart"),
+        (True, 90, 0, 1, False, "swap"),
+        (False, 90, 100, 2, True, "apart"),
+    ],
+)
+def test_ranks_swap_where_much_would_be_read_for_others(wish, extra, shared, hosts, on_device, way):
+    found = [
+        RankMatch((), {}, {}, {}, b"", 100 * MIB, shared * MIB, on_device, bytes([i % hosts]), {}, extra * MIB)
+        for i in range(4)
+    ]
+    assert choose_way(found, wish) == way
