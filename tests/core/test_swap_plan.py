@@ -9,12 +9,12 @@ from msgspec.structs import replace
 
 from milepost.core.box import Box
 from milepost.core.division import share_out, written_by
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import size_bytes
 from milepost.core.layout import Boxes, Held, Whole
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import ShardFile, Tensor, new_manifest
 from milepost.core.ranks import pack_ranks
-from milepost.core.swap_plan import SwapPlan, Wanted, WantRow, copies_of, merge_wants, packed, round_bytes
+from milepost.core.swap_plan import Rounds, SwapPlan, Wanted, WantRow, copies_of, merge_wants, packed
 from milepost.core.table import TensorRow
 from milepost.testing import on_mesh, simulate_save
 from tests.strategies import count_cover, examples, layouts, shapes
@@ -70,25 +70,23 @@ def test_every_element_is_read_once_and_comes_once_to_each_rank_that_wants_it(da
     read = {key: [] for key in wants}
     came = {(rank, key): [] for rank in range(after) for key in wants}
     for sender in range(after):
-        for number in range(plan.rounds_of(sender)):
-            sent = {rank: [] for rank in range(after)}
-            for chunk, to in plan.sent_by(sender, number, number + 1):
-                assert chunk.round == number
-                assert chunk.source.contains(chunk.box)
-                assert chunk.name in {
-                    w.name for w in written_by(chunk.tensor, manifest.layout_of(chunk.tensor), chunk.file)
-                }
-                read[chunk.tensor.key].append(chunk.box)
-                for rank, box in to:
-                    sent[rank].append((chunk.tensor, box))
-            for rank, boxes in sent.items():
-                assert plan.message(sender, rank, number) == packed(boxes), "both sides see the same message"
-                assert not boxes or sender in plan.senders_to(rank)
-                for tensor, box in boxes:
-                    came[rank, tensor.key].append(box)
-            elements = sum(box.elements for boxes in sent.values() for _, box in boxes)
-            size = sum(b.elements * DTYPES[t.dtype].size_bytes for boxes in sent.values() for t, b in boxes)
-            assert size <= room or elements <= after * 2 * max((len(t.shape) for t in tensors.values()), default=1)
+        sent = {}
+        for chunk in plan.chunks_of(sender):
+            written = written_by(chunk.tensor, manifest.layout_of(chunk.tensor), chunk.file)
+            assert (chunk.read_of(chunk.box).name, chunk.source) in {(item.name, item.box) for item in written}
+            assert chunk.source.contains(chunk.box)
+            read[chunk.tensor.key].append(chunk.box)
+            for rank, box in plan.wishes_for(chunk):
+                sent.setdefault((rank, chunk.round), []).append((chunk.tensor, box))
+                came[rank, chunk.tensor.key].append(box)
+        for number in {number for _, number in sent}:
+            boxes = [pair for (_, of), found in sent.items() if of == number for pair in found]
+            size = sum(size_bytes(tensor.dtype, box.shape) for tensor, box in boxes)
+            assert size <= room or len({(t.key, b.offset) for t, b in boxes if b.elements}) == 1
+        for rank in range(after):
+            expected = [(number, packed(boxes)) for (to, number), boxes in sent.items() if to == rank]
+            assert list(plan.messages(sender, rank)) == expected, "both sides see the same messages"
+            assert not expected or sender in plan.senders_to(rank)
     for key, boxes in read.items():
         whole = Box.whole(tensors[key].shape)
         assert (count_cover(boxes, whole.shape) == 1).all(), key
@@ -102,7 +100,7 @@ def test_every_element_is_read_once_and_comes_once_to_each_rank_that_wants_it(da
 def test_fragments_of_a_message_are_aligned_and_do_not_overlap(data, count):
     tensors = [Tensor(f"{i}", data.draw(DTYPE), (data.draw(st.integers(0, 40)),), 0) for i in range(count)]
     message = packed((t, Box.whole(t.shape)) for t in tensors)
-    ends = [f.at + t.shape[0] * DTYPES[t.dtype].size_bytes for f, t in zip(message.fragments, tensors, strict=True)]
+    ends = [f.at + size_bytes(t.dtype, t.shape) for f, t in zip(message.fragments, tensors, strict=True)]
     assert all(f.at % 16 == 0 for f in message.fragments)
     assert all(end <= nxt.at for end, (_, nxt) in zip(ends, pairwise(message.fragments), strict=False))
     assert message.size_bytes >= max(ends)
@@ -131,15 +129,16 @@ def test_all_ranks_read_about_equally_much():
         shares = Counter()
         for sender in range(after):
             for chunk in plan.chunks_of(sender):
-                shares[sender] += chunk.box.elements * 2
+                shares[sender] += size_bytes(chunk.tensor.dtype, chunk.box.shape)
         assert sum(shares.values()) == total
         assert max(shares.values()) <= 1.02 * total / after
 
 
-def test_a_round_takes_little_memory_on_many_ranks():
-    assert round_bytes(512 * MIB, 4) == 4 * MIB
-    assert round_bytes(512 * MIB, 1024) == 128 * KIB
-    assert round_bytes(512 * MIB, 16384) == 64 * KIB
+def test_rounds_take_little_memory_on_many_ranks():
+    assert Rounds.within(512 * MIB, 4) == Rounds(4 * MIB, 32)
+    assert Rounds.within(512 * MIB, 1024) == Rounds(128 * KIB, 1024)
+    assert Rounds.within(512 * MIB, 16384) == Rounds(64 * KIB, 2048)
+    assert Rounds.within(64 * KIB, 4) == Rounds(64 * KIB, 1)
 
 
 def test_layouts_of_every_kind_say_how_often_a_tensor_is_wanted():

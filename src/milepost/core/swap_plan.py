@@ -13,6 +13,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -20,19 +21,21 @@ import msgspec
 
 from milepost.core.box import Box, Shape, boxes_of_run
 from milepost.core.division import PlannedRead, read_plan, written_by
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import positions, unpack_ranks
-from milepost.core.shardfile import file_order
+from milepost.core.shardfile import entry_name, file_order
 
 ALIGN = 16
 """Where a fragment may start in a message: aligned for any type."""
 _ROUND_BYTES = 4 * MIB
+_MOST_READ_BYTES = 128 * MIB
+"""How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
 _SHORTEST_ROUND = 64 * KIB
-_CHUNK_LISTS = 64
-"""For how many senders a rank keeps the list of what they read: a few are asked again and again."""
+_KINDS = 4096
+"""For how many kinds of tensors a rank keeps what it wants of them."""
 
 
 class WantRow(msgspec.Struct, frozen=True, array_like=True):
@@ -62,18 +65,18 @@ class Fragment(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """What a sender reads from one entry for one round."""
+    """What a sender reads for one round: a box of a tensor, from the entry of a file that holds the box `source`."""
 
     round: int
     tensor: Tensor
     file: int
-    name: str
     source: Box
     box: Box
 
     def read_of(self, box: Box) -> PlannedRead:
         """The read of a part of the chunk."""
-        return PlannedRead(self.tensor.key, self.file, self.name, self.source, box)
+        name = entry_name(self.tensor.key, self.source, self.tensor.shape)
+        return PlannedRead(self.tensor.key, self.file, name, self.source, box)
 
 
 class Message(NamedTuple):
@@ -98,9 +101,18 @@ def may_swap(tensor: Tensor) -> bool:
     return not (tensor.same_as or tensor.transforms or tensor.is_bytes)
 
 
-def round_bytes(memory_bytes: int, world: int) -> int:
-    """How much a rank sends in a round: so little that what comes in from all ranks takes a quarter of the memory."""
-    return max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
+@dataclass(frozen=True, slots=True)
+class Rounds:
+    """How much a rank sends in a round, and for how many rounds it reads at once."""
+
+    size_bytes: int
+    at_once: int
+
+    @classmethod
+    def within(cls, memory_bytes: int, world: int) -> "Rounds":
+        """Rounds so short that what all ranks send to one takes a quarter of its memory; what it sends, another."""
+        size = max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
+        return cls(size, max(min(memory_bytes // 4, _MOST_READ_BYTES) // size, 1))
 
 
 class SwapPlan:
@@ -116,78 +128,26 @@ class SwapPlan:
         self._manifest, self._wants, self._round_bytes = manifest, wants, bytes_of_round
         self._unit_bytes = unit_bytes
         self._tensors = [t for t in manifest.tensors if t.key in wants and may_swap(t)]
+        ordered = sorted(self._tensors, key=_width)
+        self._by_width = [(width, list(found)) for width, found in itertools.groupby(ordered, key=_width)]
         self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
         writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
         self._files = [file for file in manifest.files if file.rank in writers]
         self._ends = list(itertools.accumulate(file.size_bytes for file in self._files))
         total = self._ends[-1] if self._ends else 0
         self._cuts = [total * reader // world for reader in range(world + 1)]
-        self.chunks_of = lru_cache(_CHUNK_LISTS)(self._chunks_of)
+        self._boxes_of = lru_cache(_KINDS)(self._own_boxes)
 
     @property
     def keys(self) -> frozenset[str]:
         """The tensors that are swapped."""
         return frozenset(self._copies)
 
-    def rounds_of(self, sender: int) -> int:
-        """How many rounds a rank needs for what it reads."""
-        chunks = self.chunks_of(sender)
-        return chunks[-1].round + 1 if chunks else 0
-
-    def sent_by(self, sender: int, first: int, stop: int) -> Iterator[tuple[Chunk, tuple[tuple[int, Box], ...]]]:
-        """What a rank reads for rounds first..stop, and the boxes of it that go to each rank, itself included."""
-        for chunk in self._in_rounds(sender, first, stop):
-            yield chunk, tuple(sorted(self._wishes(chunk), key=lambda wish: (wish[0], wish[1].offset)))
-
-    def senders_to(self, receiver: int) -> list[int]:
-        """The ranks from which a rank gets something, itself included."""
-        readers: set[int] = set()
-        files: set[int] = set()
-        for tensor in self._tensors:
-            for box in self._boxes_for(tensor, receiver):
-                files.update(item.rank for item in read_plan(self._manifest, tensor, box))
-        for number, file in enumerate(self._files):
-            if file.rank in files:
-                start, stop = self._ends[number] - file.size_bytes, self._ends[number]
-                readers.update(range(bisect_right(self._cuts, start) - 1, bisect_left(self._cuts, stop)))
-        return sorted(readers)
-
-    def message(self, sender: int, receiver: int, number: int) -> Message:
-        """What a rank sends another in a round, as the receiver works it out."""
-        boxes: list[tuple[Tensor, Box]] = []
-        for chunk in self._in_rounds(sender, number, number + 1):
-            mine = self._boxes_for(chunk.tensor, receiver)
-            found = [part for box in mine if (part := box.intersect(chunk.box)) is not None]
-            boxes += [(chunk.tensor, part) for part in sorted(found, key=lambda part: part.offset)]
-        return packed(boxes)
-
-    def _in_rounds(self, sender: int, first: int, stop: int) -> Iterator[Chunk]:
-        chunks = self.chunks_of(sender)
-        low = bisect_left(chunks, first, key=lambda chunk: chunk.round)
-        high = bisect_left(chunks, stop, lo=low, key=lambda chunk: chunk.round)
-        return iter(chunks[low:high])
-
-    def _wishes(self, chunk: Chunk) -> Iterator[tuple[int, Box]]:
-        for wanted in self._wants[chunk.tensor.key]:
-            for held in wanted.layout.overlapping(chunk.tensor.shape, chunk.box):
-                part = held.box.intersect(chunk.box)
-                if part is not None:
-                    yield from ((rank, part) for rank in held.holders if rank in wanted.ranks)
-
-    def _boxes_for(self, tensor: Tensor, receiver: int) -> list[Box]:
-        return [
-            piece.box
-            for wanted in self._wants[tensor.key]
-            if receiver in wanted.ranks
-            for piece in wanted.layout.pieces(tensor.shape, receiver)
-        ]
-
-    def _chunks_of(self, sender: int) -> list[Chunk]:
+    def chunks_of(self, sender: int) -> Iterator[Chunk]:
         """What a rank reads, in the order of rounds."""
-        chunks: list[Chunk] = []
         number = filled = 0
         for file, low, high in self._shares_of(sender):
-            for tensor, name, source, first, stop in self._stretch(file, low, high):
+            for tensor, source, first, stop in self._stretch(file, low, high):
                 weight = DTYPES[tensor.dtype].size_bytes * self._copies[tensor.key]
                 at = first
                 while at < stop:
@@ -195,10 +155,53 @@ class SwapPlan:
                     if end == at:
                         number, filled = number + 1, 0
                         continue
-                    boxes = [box.moved(source.offset) for box in boxes_of_run(source.shape, at, end)]
-                    chunks += [Chunk(number, tensor, file, name, source, box) for box in boxes]
+                    for box in boxes_of_run(source.shape, at, end):
+                        yield Chunk(number, tensor, file, source, box.moved(source.offset))
                     at, filled = end, filled + (end - at) * weight
-        return chunks
+
+    def wishes_for(self, chunk: Chunk) -> list[tuple[int, Box]]:
+        """The boxes of a chunk that go to each rank, in order; the one that reads it may be among them."""
+        found = []
+        for wanted in self._wants[chunk.tensor.key]:
+            for held in wanted.layout.overlapping(chunk.tensor.shape, chunk.box):
+                part = held.box.intersect(chunk.box)
+                if part is not None:
+                    found += [(rank, part) for rank in held.holders if rank in wanted.ranks]
+        return sorted(found, key=lambda wish: (wish[0], wish[1].offset))
+
+    def messages(self, sender: int, receiver: int) -> Iterator[tuple[int, Message]]:
+        """What one rank sends another, with the round, as the receiver works it out. Rounds without any are left out.
+
+        Takes little memory: a rank goes through what all the others read side by side.
+        """
+        for number, chunks in itertools.groupby(self.chunks_of(sender), key=lambda chunk: chunk.round):
+            boxes: list[tuple[Tensor, Box]] = []
+            for chunk in chunks:
+                mine = self._boxes_of(self._wants[chunk.tensor.key], chunk.tensor.shape, receiver)
+                found = [part for box in mine if (part := box.intersect(chunk.box)) is not None]
+                boxes += [(chunk.tensor, part) for part in sorted(found, key=lambda part: part.offset)]
+            if boxes:
+                yield number, packed(boxes)
+
+    def senders_to(self, receiver: int) -> list[int]:
+        """The ranks from which a rank may get something, itself included."""
+        files: set[int] = set()
+        for tensor in self._tensors:
+            if len(files) == len(self._files):
+                break
+            for box in self._boxes_of(self._wants[tensor.key], tensor.shape, receiver):
+                files.update(item.rank for item in read_plan(self._manifest, tensor, box))
+        readers: set[int] = set()
+        for number, file in enumerate(self._files):
+            if file.rank in files:
+                start, stop = self._ends[number] - file.size_bytes, self._ends[number]
+                readers.update(range(bisect_right(self._cuts, start) - 1, bisect_left(self._cuts, stop)))
+        return sorted(readers)
+
+    @staticmethod
+    def _own_boxes(wanted: tuple[Wanted, ...], shape: Shape, receiver: int) -> list[Box]:
+        mine = [one.layout for one in wanted if receiver in one.ranks]
+        return [piece.box for layout in mine for piece in layout.pieces(shape, receiver) if piece.box.elements]
 
     def _end(self, at: int, stop: int, shape: Shape, weight: int, filled: int) -> int:
         """Up to where the elements from `at` go into a round in which `filled` bytes are sent: `at`, if it is full."""
@@ -221,29 +224,45 @@ class SwapPlan:
 
     def _stretch(
         self, file: int, low: tuple[int, int], high: tuple[int, int]
-    ) -> Iterator[tuple[Tensor, str, Box, int, int]]:
+    ) -> Iterator[tuple[Tensor, Box, int, int]]:
         """The wanted entries in a part of a file, each with the elements first..stop that lie in it."""
-        entries = self._entries(file)
-        weights = [self._copies[t.key] * box.elements * DTYPES[t.dtype].size_bytes for t, _, box in entries]
-        total = sum(weights)
+        kinds: _Kinds = {}
+        total = sum(size * self._copies[tensor.key] for tensor, _, size in self._entries(file, kinds))
         first, last = total * low[0] // low[1], total * high[0] // high[1]
         at = 0
-        for (tensor, name, box), weight in zip(entries, weights, strict=True):
-            whole = self._unit_bytes * self._copies[tensor.key]
-            start, stop = (_cut_of(box, cut - at, weight, whole) for cut in (first, last))
+        for tensor, box, size in self._entries(file, kinds):
+            if at >= last:
+                return
+            copies = self._copies[tensor.key]
+            start, stop = (_cut_of(box, cut - at, size * copies, self._unit_bytes * copies) for cut in (first, last))
             if start < stop:
-                yield tensor, name, box, start, stop
-            at += weight
+                yield tensor, box, start, stop
+            at += size * copies
 
-    def _entries(self, file: int) -> list[tuple[Tensor, str, Box]]:
-        """The wanted entries of a file, in its order."""
-        found = [
-            (tensor, item.name, item.box)
-            for tensor in self._tensors
-            for item in written_by(tensor, self._manifest.layout_of(tensor), file)
-        ]
-        found.sort(key=lambda one: file_order(one[0].dtype, one[2].elements * DTYPES[one[0].dtype].size_bytes))
-        return found
+    def _entries(self, file: int, kinds: "_Kinds") -> Iterator[tuple[Tensor, Box, int]]:
+        """The wanted entries of a file, in its order, with their sizes. `kinds` is kept for another call.
+
+        Tensors that are alike are looked at once. No list is made: a rank goes through many files side by side.
+        """
+        for _, tensors in self._by_width:
+            for is_short in (False, True):
+                for tensor in tensors:
+                    looks = (tensor.dtype, tensor.shape, tensor.layout, tensor.parts, tensor.turn)
+                    if looks not in kinds:
+                        items = written_by(tensor, self._manifest.layout_of(tensor), file)
+                        kinds[looks] = [(item.box, size_bytes(tensor.dtype, item.box.shape)) for item in items]
+                    for box, size in kinds[looks]:
+                        if file_order(tensor.dtype, size)[1] is is_short:
+                            yield tensor, box, size
+
+
+_Kinds = dict[tuple[object, ...], list[tuple[Box, int]]]
+"""The boxes of tensors that look alike, and their sizes, in one file."""
+
+
+def _width(tensor: Tensor) -> int:
+    """The key by which a file sorts its entries first."""
+    return file_order(tensor.dtype, 0)[0]
 
 
 def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
@@ -251,7 +270,7 @@ def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
     fragments, at = [], 0
     for tensor, box in boxes:
         fragments.append(Fragment(tensor.key, box, at))
-        at = -(-(at + box.elements * DTYPES[tensor.dtype].size_bytes) // ALIGN) * ALIGN
+        at = -(-(at + size_bytes(tensor.dtype, box.shape)) // ALIGN) * ALIGN
     return Message(tuple(fragments), at)
 
 

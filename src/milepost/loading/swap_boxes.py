@@ -10,6 +10,7 @@ the process group in another thread at the same time can mix its own messages wi
 """
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import NamedTuple
@@ -23,10 +24,9 @@ from milepost.comm import Call, Comm, Deferred, Meeting, defer, meet
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import size_bytes
-from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, unpack_ranks
-from milepost.core.swap_plan import Chunk, Fragment, SwapPlan, WantRow, merge_wants, packed, round_bytes
+from milepost.core.swap_plan import Chunk, Fragment, Message, Rounds, SwapPlan, WantRow, merge_wants, packed
 from milepost.core.wire import Wire
 from milepost.data.memory import view_of
 from milepost.data.place import Placement, copy_box, placement_of
@@ -36,8 +36,6 @@ from milepost.state.tensors import Part, can_send, torch_dtype
 
 _MOST_TABLES = 64
 """With more different wishes than this, each rank reads for itself: every rank would have to learn all of them."""
-_MOST_READ_BYTES = 128 * MIB
-"""How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
 _HEAD = 16
 """The bytes before each message: whether its sender could read it, and its checksum."""
 
@@ -62,13 +60,12 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
 class _Terms(msgspec.Struct, frozen=True, array_like=True):
     """The groups of ranks with equal wishes (none: there is no swap), and the device that messages lie on.
 
-    `round_bytes`: what a rank sends in a round. `batch_bytes`: what it reads at once, for several rounds.
+    `memory_bytes`: what the rank with the least memory may use.
     """
 
     groups: tuple[str, ...] = ()
     device: str = "cpu"
-    round_bytes: int = 0
-    batch_bytes: int = 0
+    memory_bytes: int = 0
 
 
 class _Table(msgspec.Struct, frozen=True, array_like=True):
@@ -117,9 +114,8 @@ def _judge(offers: list[_Offer]) -> _Terms:
     device = next((offer.on_device for offer in offers if offer.on_device), "cpu")
     if len(groups) > _MOST_TABLES or any(device not in offer.sends_from for offer in offers):
         return _Terms()
-    least = min(offer.memory_bytes for offer in offers)
     ranks = tuple(pack_ranks(members) for members in groups.values())
-    return _Terms(ranks, device, round_bytes(least, len(offers)), min(least // 4, _MOST_READ_BYTES))
+    return _Terms(ranks, device, min(offer.memory_bytes for offer in offers))
 
 
 def _collect(wishes: "Deferred[dict[str, Swapped]]", comm: Comm, call: Call, terms: _Terms) -> "tuple[_Table, ...]":
@@ -147,13 +143,15 @@ class BoxSwap:
         self, manifest: Manifest, tables: tuple[_Table, ...], wishes: Mapping[str, Swapped], comm: Comm, terms: _Terms
     ) -> None:
         wants = merge_wants([(table.ranks, table.rows) for table in tables])
-        self._plan = SwapPlan(manifest, wants, comm.size, terms.round_bytes)
+        self._sizes = Rounds.within(terms.memory_bytes, comm.size)
+        self._plan = SwapPlan(manifest, wants, comm.size, self._sizes.size_bytes)
         self._wishes, self._me, self._world, self._group = wishes, comm.rank, comm.size, comm.group
-        self._at_once = max(terms.batch_bytes // terms.round_bytes, 1)
         device = torch.device(terms.device)
         self._outgoing, self._incoming = _Memory(device), _Memory(device)
-        self._senders = [sender for sender in self._plan.senders_to(self._me) if sender != self._me]
-        self.own_rounds, self.rounds = self._plan.rounds_of(self._me), 0
+        self._inbox = _Inbox(self._plan, self._me)
+        self._chunks = list(self._plan.chunks_of(self._me))
+        self.own_rounds = self._chunks[-1].round + 1 if self._chunks else 0
+        self.rounds = 0
         self.keys = frozenset(self._plan.keys & wishes.keys())
 
     @property
@@ -169,8 +167,8 @@ class BoxSwap:
         are through, but for one of the process group, which ends the swap.
         """
         troubles: list[Exception] = []
-        for first in range(0, self.rounds, self._at_once):
-            batch = self._prepare(first, min(first + self._at_once, self.rounds))
+        for first in range(0, self.rounds, self._sizes.at_once):
+            batch = self._prepare(first, min(first + self._sizes.at_once, self.rounds))
             try:
                 read(batch.placements)
                 batch.seal()
@@ -191,8 +189,8 @@ class BoxSwap:
         """What this rank reads for some rounds: into its own tensors, and into messages."""
         own: list[Placement] = []
         rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, stop)]
-        for chunk, wishes in self._plan.sent_by(self._me, first, stop):
-            for to, box in wishes:
+        for chunk in self._read_for(first, stop):
+            for to, box in self._plan.wishes_for(chunk):
                 if to == self._me:
                     own.append(self._into_own(chunk.read_of(box), chunk.tensor.dtype))
                 else:
@@ -213,16 +211,20 @@ class BoxSwap:
             batch.envelopes.append(_Envelope(memory[start:at], sizes))
         return batch
 
+    def _read_for(self, first: int, stop: int) -> list[Chunk]:
+        """What this rank reads for rounds first..stop."""
+        low = bisect_left(self._chunks, first, key=lambda chunk: chunk.round)
+        high = bisect_left(self._chunks, stop, lo=low, key=lambda chunk: chunk.round)
+        return self._chunks[low:high]
+
     def _receive(self, number: int, sent: "_Envelope", timeout_s: float, lossy: bool) -> int:
         """One round: send, receive, and put what came into the tensors. Gives how many bytes that were."""
-        messages = {sender: self._plan.message(sender, self._me, number) for sender in self._senders}
-        sizes = [0] * self._world
-        for sender, message in messages.items():
-            sizes[sender] = _HEAD + message.size_bytes if message.fragments else 0
+        messages = self._inbox.take(number)
+        sizes = [_HEAD + messages[sender].size_bytes if sender in messages else 0 for sender in range(self._world)]
         memory = self._incoming.take(sum(sizes))
         self._trade(memory, sent, sizes, timeout_s)
         ends = list(itertools.accumulate(sizes))
-        rooms = {sender: memory[ends[sender] - sizes[sender] : ends[sender]] for sender in messages if sizes[sender]}
+        rooms = {sender: memory[ends[sender] - sizes[sender] : ends[sender]] for sender in messages}
         count = 0
         for sender, (is_good, expected, found) in zip(rooms, _heads(list(rooms.values())), strict=True):
             if not is_good:
@@ -258,6 +260,26 @@ class BoxSwap:
 
 class _WrongMessage(CheckpointError):
     """A message came that was not sent."""
+
+
+class _Inbox:
+    """The messages that others send this rank, round after round."""
+
+    def __init__(self, plan: SwapPlan, me: int) -> None:
+        senders = [sender for sender in plan.senders_to(me) if sender != me]
+        self._coming = {sender: plan.messages(sender, me) for sender in senders}
+        self._next = {sender: next(messages, None) for sender, messages in self._coming.items()}
+
+    def take(self, number: int) -> dict[int, Message]:
+        """The messages of a round, by sender. To be called for one round after the other."""
+        found = {}
+        for sender, coming in list(self._next.items()):
+            if coming is None:
+                del self._next[sender]
+            elif coming[0] == number:
+                found[sender] = coming[1]
+                self._next[sender] = next(self._coming[sender], None)
+        return found
 
 
 class _Envelope(NamedTuple):

@@ -6,7 +6,15 @@ process, without data.
 
 from milepost.core.table import TensorRow
 from milepost.testing.ranks import TroubledComm, run_ranks
-from milepost.testing.simulate import SimulatedLoad, SimulatedSave, on_mesh, simulate_load, simulate_save
+from milepost.testing.simulate import (
+    SimulatedLoad,
+    SimulatedSave,
+    SimulatedSwap,
+    on_mesh,
+    simulate_load,
+    simulate_save,
+    simulate_swap,
+)
 from milepost.testing.stores import CountingStore, Crash, CrashingStore, LateStore, ReplyLosingStore
 from milepost.testing.unsynced import UnsyncedStore
 
@@ -18,6 +26,7 @@ __all__ = [
     "ReplyLosingStore",
     "SimulatedLoad",
     "SimulatedSave",
+    "SimulatedSwap",
     "TensorRow",
     "TroubledComm",
     "UnsyncedStore",
@@ -25,4 +34,5 @@ __all__ = [
     "run_ranks",
     "simulate_load",
     "simulate_save",
+    "simulate_swap",
 ]

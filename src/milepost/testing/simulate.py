@@ -6,7 +6,7 @@ would send to each other, and how large the manifest would be.
 
 import math
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -16,15 +16,17 @@ from milepost.comm.together import answer_bytes, note_bytes
 from milepost.core.agreement import GroupPlan, Overview, Terms, conclude, group_of, make_plan
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, read_plan, written_by
-from milepost.core.dtypes import DTYPES
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.history import pack_times
 from milepost.core.layout import Boxes, Cut, Grid, Mesh, Whole
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import Manifest, ShardFile, new_manifest, seal
 from milepost.core.ranks import pack_ranks, unpack_ranks
-from milepost.core.shardfile import NewEntry, make_header
+from milepost.core.shardfile import NewEntry, file_order, make_header
+from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, merge_wants
 from milepost.core.table import Table, TensorRow, merge_tables
 from milepost.core.tree import Node
+from milepost.data.transfer import HOST_MEMORY_BYTES
 from milepost.errors import RanksDisagree
 
 Rows = Sequence[TensorRow]
@@ -83,7 +85,7 @@ class SimulatedSave:
             for tensor in self.overview.tensors
             for item in written_by(tensor, self.overview.layouts[tensor.layout], rank)
         ]
-        return sorted(items, key=lambda e: -DTYPES[e.dtype].size_bytes)
+        return sorted(items, key=lambda e: file_order(e.dtype, e.size_bytes))
 
     def bytes_written(self, rank: int) -> int:
         """The bytes that a rank would write."""
@@ -214,6 +216,67 @@ def simulate_load(save: SimulatedSave, world: int, tensors: Rows, rank: int) -> 
     files = tuple(sorted({item.rank for item in items}))
     read = sum(_blocks_read(save, file, [i for i in items if i.rank == file]) for file in files)
     return SimulatedLoad(tuple(items), needed, read, files)
+
+
+@dataclass(frozen=True)
+class SimulatedSwap:
+    """A load in which each rank reads a part of the files for all; `simulate_swap` makes one.
+
+    `needed_bytes`: all tensors that are wanted, once.
+    """
+
+    save: SimulatedSave
+    world: int
+    plan: SwapPlan
+    rounds: Rounds
+    needed_bytes: int
+
+    def read_bytes(self, rank: int) -> int:
+        """What a rank reads, in whole checksummed blocks. Blocks at the edges of what it reads at once count twice."""
+        batches: dict[tuple[int, int], list[PlannedRead]] = {}
+        for chunk in self.plan.chunks_of(rank):
+            batches.setdefault((chunk.round // self.rounds.at_once, chunk.file), []).append(chunk.read_of(chunk.box))
+        return sum(_blocks_read(self.save, file, items) for (_, file), items in batches.items())
+
+    def sent_bytes(self, rank: int) -> int:
+        """What a rank sends to others."""
+        return sum(
+            size_bytes(chunk.tensor.dtype, box.shape)
+            for chunk in self.plan.chunks_of(rank)
+            for to, box in self.plan.wishes_for(chunk)
+            if to != rank
+        )
+
+    def amplification(self, ranks: Iterable[int] | None = None) -> float:
+        """Bytes that all ranks read for each byte that is wanted; estimated from some `ranks`, if given."""
+        looked_at = list(range(self.world) if ranks is None else ranks)
+        read = sum(map(self.read_bytes, looked_at)) * self.world / len(looked_at)
+        return read / self.needed_bytes if self.needed_bytes else 1.0
+
+
+def simulate_swap(
+    save: SimulatedSave, world: int, tensors: Rows, host_memory_bytes: int = HOST_MEMORY_BYTES
+) -> SimulatedSwap:
+    """What `world` ranks would read and send each other of a simulated save, if they read each byte once.
+
+    The tensors have the layouts of the targets (None: every rank wants the whole tensor). Raises KeyError for a tensor
+    that was not saved.
+
+    >>> rows = [milepost.testing.TensorRow("w", "int8", (4096, 4096), "tensor", milepost.testing.on_mesh((8,), [0]))]
+    >>> save = milepost.testing.simulate_save(8, rows)
+    >>> columns = milepost.testing.on_mesh((4,), [1])
+    >>> rows = [milepost.testing.TensorRow("w", "int8", (4096, 4096), "tensor", columns)]
+    >>> milepost.testing.simulate_load(save, 4, rows, rank=0).amplification
+    4.0
+    >>> swap = milepost.testing.simulate_swap(save, 4, rows)
+    >>> swap.amplification(), swap.sent_bytes(rank=0)
+    (1.0, 3145728)
+    """
+    saved = {t.key: t for t in save.manifest.tensors}
+    rounds = Rounds.within(host_memory_bytes, world)
+    wants = merge_wants([(pack_ranks(range(world)), [WantRow(row.key, row.layout) for row in tensors])])
+    needed = sum(size_bytes(saved[row.key].dtype, row.shape) for row in tensors)
+    return SimulatedSwap(save, world, SwapPlan(save.manifest, wants, world, rounds.size_bytes), rounds, needed)
 
 
 def _blocks_read(save: SimulatedSave, rank: int, items: list[PlannedRead]) -> int:
