@@ -127,8 +127,8 @@ def load(
     `allow_unhealthy=False`: raise CheckpointUnhealthy if the checkpoint was found unhealthy when it was saved.
     `verify=False`: do not check the data; manifest and headers are checked all the same. Use it only where something
     else protects every byte.
-    `share_reads`: whether ranks that want the same data read it once and send it to each other, through the process
-    group. The default is to do so where it is faster: over several machines, and between GPUs.
+    `share_reads`: whether each byte is read once, and sent to the ranks that want it, through the process group. The
+    default is to do so where it is faster: over several machines, and between GPUs.
     `types`, `allow_pickle`, `host_memory_bytes`, `transfer`, `progress`: as for `save`.
 
     An error on any rank is raised on every rank. Before anything is read: InvalidRequest for a wrong option,

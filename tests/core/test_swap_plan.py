@@ -14,7 +14,7 @@ from milepost.core.layout import Boxes, Held, Whole
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import ShardFile, Tensor, new_manifest
 from milepost.core.ranks import pack_ranks
-from milepost.core.swap_plan import Rounds, SwapPlan, Wanted, WantRow, copies_of, merge_wants, packed
+from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, Wish, copies_of, merge_wants, packed
 from milepost.core.table import TensorRow
 from milepost.testing import on_mesh, simulate_save
 from tests.strategies import count_cover, examples, layouts, shapes
@@ -62,7 +62,7 @@ def boxes_of(wants, tensor, rank):
 
 @examples(150)
 @given(st.data(), st.integers(1, 5), st.integers(1, 6), st.sampled_from([64, 300, 10_000]), st.sampled_from([0, 200]))
-def test_every_element_is_read_once_and_comes_once_to_each_rank_that_wants_it(data, before, after, room, unit):
+def test_every_element_is_read_once_and_comes_once_to_who_wants_it(data, before, after, room, unit):
     manifest = data.draw(saved(before))
     wants = data.draw(wishes(manifest, after))
     plan = SwapPlan(manifest, wants, after, room, unit)
@@ -143,6 +143,6 @@ def test_rounds_take_little_memory_on_many_ranks():
 
 def test_layouts_of_every_kind_say_how_often_a_tensor_is_wanted():
     everybody = frozenset(range(6))
-    assert copies_of(Wanted(on_mesh((2, 3), [None, 0]), everybody)) == 2
-    assert copies_of(Wanted(Whole("0-5"), frozenset({1, 2}))) == 2
-    assert copies_of(Wanted(Boxes((Held(Box((0,), (2,)), "0,3,4"), Held(Box((2,), (2,)), "1"))), everybody)) == 3
+    assert copies_of(Wish(on_mesh((2, 3), [None, 0]), everybody)) == 2
+    assert copies_of(Wish(Whole("0-5"), frozenset({1, 2}))) == 2
+    assert copies_of(Wish(Boxes((Held(Box((0,), (2,)), "0,3,4"), Held(Box((2,), (2,)), "1"))), everybody)) == 3

@@ -5,6 +5,8 @@ import torch
 from torch import nn
 
 import milepost
+from milepost.loading.rank_match import RankMatch
+from milepost.loading.report import merge_reports
 from milepost.testing import run_ranks
 
 SAVED = {
@@ -107,6 +109,23 @@ def test_explain_tells_the_bytes_of_each_rank_and_who_misses_what():
         assert report.missing == {"c": (1,)}
         assert report.unexpected == ("b",)
         assert "rank 1" in str(report)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "extra", "text"),
+    [
+        (1, 0, "2 ranks would read 400,000,000 bytes, at most 200,000,000 on one"),
+        (1, 150_000_000, "at most 200,000,000 on one, and about 300,000,000 that lie beside them"),
+        (2, 150_000_000, "would get 400,000,000 bytes, at most 200,000,000 on one: each byte is read once, by one of"),
+    ],
+)
+def test_report_says_which_way_the_ranks_would_read(hosts, extra, text):
+    found = [
+        RankMatch((), {}, {}, {}, b"\x80", 200_000_000, host=bytes([i % hosts]), extra_bytes=extra) for i in range(2)
+    ]
+    report = merge_reports("memory://x", ["w"], found)
+    assert report.way == ("swap" if hosts == 2 else "apart")
+    assert text in str(report)
 
 
 def test_a_key_that_one_rank_wants_is_not_unexpected_on_the_others():

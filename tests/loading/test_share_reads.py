@@ -13,34 +13,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 import milepost
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing
 from milepost.loading import share_reads
-from milepost.loading.report import RankMatch
+from milepost.loading.rank_match import RankMatch
 from milepost.loading.share_reads import agree_to_share
 from milepost.loading.way import choose_way
-from milepost.store import LocalStore, MemoryStore
+from milepost.store import MemoryStore
 from milepost.testing import CountingStore
+from tests.loading.reading import Reading
 from tests.ranks import spawn, spawn_outcomes
 
 MIB = 1 << 20
-
-
-class Reading(LocalStore):
-    """A store that counts the bytes of shard files that are read from it."""
-
-    bytes_read = 0
-
-    def reader(self, name, **expected):
-        reader = super().reader(name, **expected)
-        if name.startswith("data/"):
-            reader.read = self._counted(reader.read)
-            reader.read_cold = self._counted(reader.read_cold)
-        return reader
-
-    def _counted(self, read):
-        def counted(offset, views):
-            self.bytes_read += sum(map(len, views)) if isinstance(views, list) else len(views)
-            read(offset, views)
-
-        return counted
 
 
 def whole():

@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import milepost
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, StateMismatch
-from milepost.loading.report import RankMatch
+from milepost.loading.rank_match import RankMatch
 from milepost.loading.way import choose_way
-from tests.loading.test_share_reads import MIB, Reading
+from tests.loading.reading import Reading
 from tests.ranks import spawn, spawn_outcomes
+
+MIB = 1 << 20
 
 
 def whole():
@@ -70,20 +72,17 @@ def load(rank, where, shape, placements, share, **options):
         (((4,), [Shard(0)]), ((4,), [Shard(1)])),
         (((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(1)])),
         (((3,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)])),
-        (((1,), [Replicate()]), ((4,), [Shard(1)])),
     ],
-    ids=["rows to columns", "two axes to columns", "columns to copies of rows", "one to columns"],
+    ids=["rows to columns", "two axes to columns", "columns to copies of rows"],
 )
 def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
     spawn(len(torch.empty(before[0]).flatten()), save, tmp_path, *before)
     size = sum(f.size_bytes for f in milepost.open(tmp_path).manifest.files)
     world = len(torch.empty(after[0]).flatten())
-    apart = spawn(world, load, tmp_path, *after, False)
-    assert sum(apart) > 1.8 * size
+    assert sum(spawn(world, load, tmp_path, *after, None)) > 1.8 * size, "on one machine, each reads for itself"
     once = spawn(world, load, tmp_path, *after, True)
     assert sum(once) < 1.05 * size
     assert max(once) < 1.2 * size / world, "all ranks read about the same"
-    assert spawn(world, load, tmp_path, *after, None) == apart, "on one machine, into main memory, each for itself"
 
 
 def load_in_rounds(rank, where):
@@ -103,10 +102,12 @@ def load_stages(rank, where):
             target[key] = distribute_tensor(target[key].to(torch.float32), mesh, [Shard(1)])
     if rank == 2:
         target["odd"] = torch.zeros(1021, 257, dtype=torch.float32).t()
-    milepost.load(target, where, share_reads=True, allow_unexpected=True, convert_dtype=True)
+    store = Reading(where)
+    milepost.load(target, store, share_reads=True, allow_unexpected=True, convert_dtype=True)
     for key, value in target.items():
         got = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(got, full[key].to(got.dtype)), key
+    return store.bytes_read
 
 
 def load_damaged(rank, where):
@@ -144,11 +145,11 @@ def load_while_one_dies(rank, where):
 
 def load_while_one_sends_nothing(rank, where):
     if rank == 1:
-        dist.all_to_all_single = lambda *_, **__: time.sleep(4)
+        dist.all_to_all_single = lambda *_, **__: time.sleep(8)
     start = time.monotonic()
     with pytest.raises(CheckpointError):
         load(rank, where, (3,), [Shard(1)], True, timeout_s=1)
-    assert rank == 1 or time.monotonic() - start < 3.5
+    assert rank == 1 or time.monotonic() - start < 7.5
 
 
 def load_while_a_thread_uses_the_group(rank, where):
@@ -179,7 +180,7 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     spawn(2, save, folder, (2,), [Shard(0)])
     size = sum(f.size_bytes for f in milepost.open(folder).manifest.files)
     assert sum(spawn(3, load_in_rounds, folder)) < 1.25 * size, "in little memory, blocks at edges are read twice"
-    spawn(4, load_stages, folder)
+    assert sum(spawn(4, load_stages, folder)) < 1.1 * size, "all of it is wanted by some rank"
     spawn(3, load_while_a_thread_uses_the_group, folder)
     spawn(3, load_while_one_sends_nothing, folder)
     assert spawn_outcomes(3, load_while_one_dies, folder) == [(True, "told"), None, (True, "told")]
@@ -202,7 +203,9 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
         (None, 90, 0, 2, False, "swap"),
         (None, 90, 100, 2, False, "swap"),
         (None, 90, 0, 1, False, "apart"),  # main memory of one machine: the page cache does it
-        (None, 90, 0, 1, True, "swap"),
+        (None, 90, 0, 2, True, "apart"),  # not measured through the memory of devices
+        (None, 90, 100, 2, True, "replicas"),
+        (True, 90, 100, 2, True, "swap"),
         (None, 4, 100, 2, False, "replicas"),
         (None, 4, 0, 2, False, "apart"),
         (True, 4, 0, 1, False, "apart"),

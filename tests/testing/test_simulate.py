@@ -7,7 +7,7 @@ import torch
 
 import milepost
 from milepost.comm import BoardComm, MemoryBoard
-from milepost.testing import TensorRow, on_mesh, run_ranks, simulate_load, simulate_save
+from milepost.testing import TensorRow, on_mesh, run_ranks, simulate_load, simulate_save, simulate_swap
 
 WORLD = 12
 GRIDS = {
@@ -90,3 +90,25 @@ def test_contradictions_are_found_without_a_cluster():
         simulate_save(4, groups)
     with pytest.raises(ValueError, match="was saved as"):
         simulate_load(simulate_save(4, groups["0-1"]), 2, groups["2-3"], 0)
+
+
+@pytest.mark.parametrize(("after", "cut"), [(768, 0), (1024, 1)])
+def test_swapping_ranks_read_each_byte_once(after, cut):
+    shapes = [(4096, 4096), (4096, 11008), (64, 4096), (1024, 4096)]
+
+    def job(world, dim):
+        return [TensorRow(f"{i}", "bfloat16", shapes[i % 4], "tensor", on_mesh((world,), [dim])) for i in range(60)]
+
+    save = simulate_save(1024, job(1024, 0))
+    swap, looked_at = simulate_swap(save, after, job(after, cut)), (0, after // 3, after - 1)
+    assert swap.amplification(looked_at) <= 1.05
+    for rank in looked_at:
+        assert swap.sent_bytes(rank) <= 1.1 * swap.needed_bytes / after
+
+
+def test_swap_in_little_memory_reads_blocks_at_edges_twice():
+    rows = [TensorRow("w", "int8", (4096, 4096), "tensor", on_mesh((4,), [0]))]
+    columns = [TensorRow("w", "int8", (4096, 4096), "tensor", on_mesh((4,), [1]))]
+    save = simulate_save(4, rows)
+    assert simulate_swap(save, 4, columns).amplification() == 1
+    assert 1 < simulate_swap(save, 4, columns, host_memory_bytes=1_500_000).amplification() < 1.3

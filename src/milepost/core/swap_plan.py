@@ -45,14 +45,14 @@ class WantRow(msgspec.Struct, frozen=True, array_like=True):
     layout: Grid | Boxes | None
 
 
-class Wanted(NamedTuple):
+class Wish(NamedTuple):
     """How some ranks want a tensor."""
 
     layout: Layout
     ranks: frozenset[int]
 
 
-Wants = Mapping[str, tuple[Wanted, ...]]
+Wants = Mapping[str, tuple[Wish, ...]]
 """How a tensor is wanted, by its key in the checkpoint. No rank stands in two of the entries."""
 
 
@@ -88,11 +88,11 @@ class Message(NamedTuple):
 
 def merge_wants(groups: Sequence[tuple[str, Sequence[WantRow]]]) -> Wants:
     """What all ranks want, from the distinct tables and the ranks that have each."""
-    found: dict[str, list[Wanted]] = {}
+    found: dict[str, list[Wish]] = {}
     for ranks, rows in groups:
         members = frozenset(unpack_ranks(ranks))
         for row in rows:
-            found.setdefault(row.key, []).append(Wanted(row.layout or Whole(ranks), members))
+            found.setdefault(row.key, []).append(Wish(row.layout or Whole(ranks), members))
     return {key: tuple(wanted) for key, wanted in found.items()}
 
 
@@ -199,7 +199,7 @@ class SwapPlan:
         return sorted(readers)
 
     @staticmethod
-    def _own_boxes(wanted: tuple[Wanted, ...], shape: Shape, receiver: int) -> list[Box]:
+    def _own_boxes(wanted: tuple[Wish, ...], shape: Shape, receiver: int) -> list[Box]:
         mine = [one.layout for one in wanted if receiver in one.ranks]
         return [piece.box for layout in mine for piece in layout.pieces(shape, receiver) if piece.box.elements]
 
@@ -274,7 +274,7 @@ def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
     return Message(tuple(fragments), at)
 
 
-def copies_of(wanted: Wanted) -> int:
+def copies_of(wanted: Wish) -> int:
     """How many ranks want the same, at most."""
     layout = wanted.layout
     if isinstance(layout, Grid):

@@ -24,7 +24,8 @@ from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Pa
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
 from milepost.loading.optimizers import OptimizerMatch, OptimizerMatcher, OptimizerPlan
-from milepost.loading.report import RankMatch, bits_of
+from milepost.loading.rank_match import RankMatch
+from milepost.loading.report import bits_of
 from milepost.loading.saved_optimizers import SavedOptimizers
 from milepost.loading.saved_tree import find_branch, leaves_of, lookup, name_of, named_like, spellings
 from milepost.loading.share_reads import host_id

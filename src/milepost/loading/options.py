@@ -39,7 +39,7 @@ class LoadKeywords(ExplainKeywords, total=False):
     verify: bool
     """False: do not check the data; the manifest and the headers are checked all the same. Default: True."""
     share_reads: bool | None
-    """Whether ranks that want the same data read it once and send it to each other. Default: where that is faster."""
+    """Whether each byte is read once, and sent to the ranks that want it. Default: where that is faster."""
     host_memory_bytes: int
     """The most memory that this rank uses beyond the state. Default: 512 MiB."""
     transfer: Transfer | None

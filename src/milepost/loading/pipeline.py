@@ -53,7 +53,8 @@ from milepost.loading.meta import give_memory, same_objects, warn_of_meta
 from milepost.loading.options import LoadOptions
 from milepost.loading.overlaps import check_doubles
 from milepost.loading.private import check_world, read_private_values
-from milepost.loading.report import LoadReport, RankMatch, merge_reports
+from milepost.loading.rank_match import RankMatch
+from milepost.loading.report import LoadReport, merge_reports
 from milepost.loading.share_reads import Buffers, Exchange, agree_to_share, check_arrival
 from milepost.loading.swap_boxes import BoxSwap, Swapped, agree_to_swap
 from milepost.loading.target import LongBytes, Match, Target, allocate, shared_parts, swapped_parts
@@ -133,18 +134,19 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
     meter = Meter("load", call.place, options.progress if comm.rank == comm.coordinator else None)
     with phasing("allocating"):
         target = defer(comm, lambda: allocate(match, describer, options.device))
-    lossy, memory = options.convert_dtype == "lossy", options.transfer
-    exchanges = _share_out(target, describer, comm, call, memory.memory_bytes) if way == "replicas" else []
-    swap = _agree_to_swap(target, describer, match.manifest, comm, call, memory.limit_bytes) if way == "swap" else None
+    transfer, lossy = options.transfer, options.convert_dtype == "lossy"
+    exchanges = _share_out(target, describer, comm, call, transfer.memory_bytes) if way == "replicas" else []
+    swap = (
+        _agree_to_swap(target, describer, match.manifest, comm, call, transfer.limit_bytes) if way == "swap" else None
+    )
+    place = partial(place_all, files, transfer=transfer, verify=options.verify, lossy=lossy)
 
     def read() -> dict[str, Any]:
         shared = {key for exchange in exchanges for key in exchange.keys}
         shared |= swap.get().keys if swap is not None else frozenset()
         own = (p for p in target.get().placements if p.item.key not in shared)
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
-        place_all(
-            files, placements, options.transfer, meter if swap is None else None, verify=options.verify, lossy=lossy
-        )
+        place(placements, meter=meter if swap is None else None)
         values = _read_values(match, files, comm, options.codec)
         memory: Buffers = {}
         for exchange in exchanges:
@@ -157,17 +159,16 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
 
     def trade(agreed: BoxSwap) -> None:
         meter.expect(agreed.size_bytes)
-        place = partial(place_all, files, transfer=options.transfer, verify=options.verify, lossy=lossy)
         agreed.run(place, meter, comm.timeout_s / 2, lossy=lossy)
 
     def apply() -> Any:
-        check_doubles(target.get().doubles, match.manifest, files, options.transfer)
+        check_doubles(target.get().doubles, match.manifest, files, transfer)
         strict = not (options.allow_missing or options.allow_unexpected)
         return _apply(state, target.get(), values, options.codec, strict=strict)
 
     try:
         values = together(comm, call, _READING, read)
-        if exchanges or way == "replicas":
+        if way == "replicas":
             meet(comm, call, _SENDING, send, check_arrival)
         if swap is not None:
             together(comm, call, _SWAPPING, lambda: trade(swap.get()), "sharing")

@@ -5,37 +5,18 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import compress
 
-import msgspec
 import numpy as np
 
 from milepost.core.box import Shape
 from milepost.core.dtypes import Convert, conversion, may_convert
 from milepost.core.ranks import show_ranks
 from milepost.core.wrapper_names import without_wrappers
+from milepost.loading.rank_match import RankMatch
+from milepost.loading.way import Way, choose_way
 
 _NUMBER = re.compile(r"\d+")
 _SHOWN = 10
 _KEY_LETTERS = 1000
-
-
-class RankMatch(msgspec.Struct, frozen=True):
-    """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
-
-    Other ranks want `shared_bytes` of them too. `extra_bytes` would be read beside them, for other ranks. `on_device`:
-    whether those are for a device; `host`: where it runs. `reasons`: why keys are missing, where there is more to say.
-    """
-
-    missing: tuple[str, ...]
-    shapes: dict[str, tuple[Shape, Shape]]
-    dtypes: dict[str, tuple[str, str]]
-    kinds: dict[str, str]
-    wanted: bytes
-    read_bytes: int
-    shared_bytes: int = 0
-    on_device: bool = False
-    host: bytes = b""
-    reasons: dict[str, str] = {}  # msgspec copies it
-    extra_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +24,9 @@ class LoadReport:
     """All differences between a checkpoint and a target state on all ranks, and what a load would read.
 
     `milepost.explain` makes it; print it to read it. `missing` maps keys to the ranks that miss them. `shapes` and
-    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank would read. `reasons` says why some
-    of the missing keys are missing.
+    `dtypes` hold pairs (saved, target), `kinds` a text, `read_bytes` what each rank wants. `reasons` says why some of
+    the missing keys are missing. `way`: how the ranks would read: each for itself ("apart"), with about `extra_bytes`
+    beside what they want; one for all "replicas"; or each a part for all, by a "swap".
 
     >>> _ = milepost.save({"w": torch.ones(2, 2)}, "memory://report")
     >>> report = milepost.explain({"w": torch.ones(3)}, "memory://report")
@@ -60,6 +42,8 @@ class LoadReport:
     kinds: Mapping[str, str]
     read_bytes: tuple[int, ...]
     reasons: Mapping[str, str] = field(default_factory=dict)
+    way: Way = "apart"
+    extra_bytes: int = 0
 
     def fits(self, allow_missing: bool = False, allow_unexpected: bool = False, convert_dtype: Convert = False) -> bool:
         """Whether a load with these permissions would read: its values may still not fit the types of the targets."""
@@ -72,13 +56,16 @@ class LoadReport:
         )
 
     def __str__(self) -> str:
-        read = sum(self.read_bytes)
         head = f"{self.url}: " + ("everything fits" if self.fits() else "the state does not fit")
+        return "\n".join([head, *self.problems(False, False, False), self._reads()])
+
+    def _reads(self) -> str:
         most = f", at most {max(self.read_bytes):,} on one" if len(self.read_bytes) > 1 else ""
-        lines = [head, *self.problems(False, False, False)]
         ranks = f"{len(self.read_bytes)} rank" + ("s" if len(self.read_bytes) != 1 else "")
-        lines.append(f"{ranks} would read {read:,} bytes{most}")
-        return "\n".join(lines)
+        if self.way != "apart":
+            return f"{ranks} would get {sum(self.read_bytes):,} bytes{most}: {_WAYS[self.way]}"
+        extra = f", and about {self.extra_bytes:,} that lie beside them" if self.extra_bytes else ""
+        return f"{ranks} would read {sum(self.read_bytes):,} bytes{most}{extra}"
 
     def problems(self, allow_missing: bool, allow_unexpected: bool, convert_dtype: Convert) -> list[str]:
         """One block of text for each kind of difference that is not allowed, with what to do."""
@@ -151,6 +138,10 @@ class LoadReport:
         return blocks
 
 
+_WAYS: dict[Way, str] = {
+    "replicas": "what several want, one of them reads, and sends it to the others",
+    "swap": "each byte is read once, by one of them, and sent to those that want it",
+}
 _CONVERSIONS = [
     (("fits", "checked"), "of another dtype", "convert_dtype=True converts them"),
     (("lossy",), "of another kind of number", 'convert_dtype="lossy" converts them'),
@@ -203,7 +194,8 @@ def merge_reports(url: str, keys: list[str], found: list[RankMatch]) -> LoadRepo
         dtypes.update(one.dtypes)
         kinds.update(one.kinds)
     ranks = {key: tuple(where) for key, where in missing.items()}
-    return LoadReport(url, ranks, unexpected, shapes, dtypes, kinds, tuple(f.read_bytes for f in found), reasons)
+    read, extra = tuple(f.read_bytes for f in found), sum(f.extra_bytes for f in found)
+    return LoadReport(url, ranks, unexpected, shapes, dtypes, kinds, read, reasons, choose_way(found, None), extra)
 
 
 def bits_of(keys: list[str], wanted: set[str]) -> bytes:

@@ -57,7 +57,7 @@ class _Offer(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int
 
 
-class _Terms(msgspec.Struct, frozen=True, array_like=True):
+class _SwapTerms(msgspec.Struct, frozen=True, array_like=True):
     """The groups of ranks with equal wishes (none: there is no swap), and the device that messages lie on.
 
     `memory_bytes`: what the rank with the least memory may use.
@@ -68,16 +68,16 @@ class _Terms(msgspec.Struct, frozen=True, array_like=True):
     memory_bytes: int = 0
 
 
-class _Table(msgspec.Struct, frozen=True, array_like=True):
+class _WantTable(msgspec.Struct, frozen=True, array_like=True):
     """The wishes of some ranks."""
 
     ranks: str
     rows: tuple[WantRow, ...]
 
 
-_TABLES = Wire(tuple[_Table, ...])
+_TABLES = Wire(tuple[_WantTable, ...])
 _ROWS = Wire(tuple[WantRow, ...])
-_OFFERING = Meeting("offering", Wire(_Offer), Wire(_Terms), "sharing")
+_OFFERING = Meeting("offering", Wire(_Offer), Wire(_SwapTerms), "sharing")
 _COLLECTING = Meeting("collecting wishes", _TABLES, _TABLES, "sharing")
 _COUNTING = Meeting("counting rounds", Wire(int), Wire(int), "sharing")
 
@@ -107,25 +107,27 @@ def agree_to_swap(
     return swap
 
 
-def _judge(offers: list[_Offer]) -> _Terms:
+def _judge(offers: list[_Offer]) -> _SwapTerms:
     groups: dict[bytes, list[int]] = {}
     for rank, offer in enumerate(offers):
         groups.setdefault(offer.digest, []).append(rank)
     device = next((offer.on_device for offer in offers if offer.on_device), "cpu")
     if len(groups) > _MOST_TABLES or any(device not in offer.sends_from for offer in offers):
-        return _Terms()
+        return _SwapTerms()
     ranks = tuple(pack_ranks(members) for members in groups.values())
-    return _Terms(ranks, device, min(offer.memory_bytes for offer in offers))
+    return _SwapTerms(ranks, device, min(offer.memory_bytes for offer in offers))
 
 
-def _collect(wishes: "Deferred[dict[str, Swapped]]", comm: Comm, call: Call, terms: _Terms) -> "tuple[_Table, ...]":
+def _collect(
+    wishes: "Deferred[dict[str, Swapped]]", comm: Comm, call: Call, terms: _SwapTerms
+) -> "tuple[_WantTable, ...]":
     """The tables of all groups. Nothing is sent where all ranks want the same."""
 
-    def own(ranks: str) -> _Table:
-        return _Table(ranks, tuple(one.row for one in wishes.get().values()))
+    def own(ranks: str) -> _WantTable:
+        return _WantTable(ranks, tuple(one.row for one in wishes.get().values()))
 
     if len(terms.groups) == 1:
-        return tuple(own(ranks) for ranks in terms.groups) if wishes.result is not None else ()
+        return (own(terms.groups[0]),)
     firsts = {unpack_ranks(ranks)[0]: ranks for ranks in terms.groups}
     return meet(
         comm,
@@ -140,14 +142,19 @@ class BoxSwap:
     """What this rank reads for all, sends, and gets. `rounds`: how many all ranks take part in."""
 
     def __init__(
-        self, manifest: Manifest, tables: tuple[_Table, ...], wishes: Mapping[str, Swapped], comm: Comm, terms: _Terms
+        self,
+        manifest: Manifest,
+        tables: tuple[_WantTable, ...],
+        wishes: Mapping[str, Swapped],
+        comm: Comm,
+        terms: _SwapTerms,
     ) -> None:
         wants = merge_wants([(table.ranks, table.rows) for table in tables])
         self._sizes = Rounds.within(terms.memory_bytes, comm.size)
         self._plan = SwapPlan(manifest, wants, comm.size, self._sizes.size_bytes)
         self._wishes, self._me, self._world, self._group = wishes, comm.rank, comm.size, comm.group
         device = torch.device(terms.device)
-        self._outgoing, self._incoming = _Memory(device), _Memory(device)
+        self._outgoing, self._incoming = _Room(device), _Room(device)
         self._inbox = _Inbox(self._plan, self._me)
         self._chunks = list(self._plan.chunks_of(self._me))
         self.own_rounds = self._chunks[-1].round + 1 if self._chunks else 0
@@ -309,7 +316,7 @@ class _Batch:
             message[:_HEAD] = 0
 
 
-class _Memory:
+class _Room:
     """Memory of one device that is used again and again."""
 
     def __init__(self, device: torch.device) -> None:
@@ -327,7 +334,8 @@ def _sum(message: torch.Tensor) -> torch.Tensor:
     """A checksum of a message without its head: of all bytes on the CPU; the sum of its words on a device."""
     body = message[_HEAD:]
     if body.is_cpu:
-        return torch.tensor(xxhash.xxh3_64_intdigest(view_of(body)) - 2**63)
+        digest = xxhash.xxh3_64_intdigest(view_of(body)) - 2**63
+        return torch.tensor(digest, dtype=torch.int64, device="cpu")
     return body.view(torch.int64).sum()
 
 

@@ -17,7 +17,7 @@ from milepost.core.versions import Versions
 from milepost.data.place import Placement, placement_of
 from milepost.loading.optimizers import OptimizerPlan
 from milepost.loading.overlaps import Double, find_doubles
-from milepost.loading.report import RankMatch
+from milepost.loading.rank_match import RankMatch
 from milepost.loading.share_reads import SharedPart
 from milepost.loading.swap_boxes import Swapped
 from milepost.state.tensors import (

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from milepost.core.limits import MIB
-from milepost.loading.report import RankMatch
+from milepost.loading.rank_match import RankMatch
 
 WORTH_BYTES = 64 * MIB
 """Below this size, agreeing on who reads takes longer than reading."""
@@ -21,17 +21,19 @@ def choose_way(found: list[RankMatch], wish: bool | None) -> Way:
     Where a rank reads for itself, it reads whole blocks, and gaps between rows: mostly bytes for others where tensors
     are cut along another dimension than they were, or for many more ranks. Sharing costs one trip through the network,
     reading again one trip to the storage. Sharing wins where the ranks run on several machines, whose page caches are
-    separate, and on linked devices. It loses on one machine with the tensors in main memory: there the page cache does
-    the same at no cost.
+    separate, and, for replicas, on linked devices. It loses on one machine with the tensors in main memory: there the
+    page cache does the same at no cost. Swaps through the memory of devices were not measured: they need a wish.
     """
     if wish is False:
         return "apart"
     shared, extra = sum(one.shared_bytes for one in found), sum(one.extra_bytes for one in found)
     worth = 1 if wish else WORTH_BYTES
-    swap = extra >= max(worth, _MOST_EXTRA * sum(one.read_bytes for one in found))
-    if not swap and shared < worth:
-        return "apart"
     sharing = [one for one in found if one.shared_bytes or one.extra_bytes]
-    if wish or len({one.host for one in sharing}) > 1 or all(one.on_device for one in sharing):
-        return "swap" if swap else "replicas"
+    apart = len({one.host for one in sharing}) > 1
+    if extra >= max(worth, _MOST_EXTRA * sum(one.read_bytes for one in found)) and (
+        wish or (apart and not any(one.on_device for one in sharing))
+    ):
+        return "swap"
+    if shared >= worth and (wish or apart or all(one.on_device for one in sharing)):
+        return "replicas"
     return "apart"
