@@ -12,6 +12,8 @@ _WRITE_OUT = 2  # SYNC_FILE_RANGE_WRITE: start, and do not wait
 _EMPTY_PATH, _DIRECT_MASK = 0x1000, 0x2000  # AT_EMPTY_PATH, STATX_DIOALIGN
 _STATX_BYTES, _MASK_AT, _DIRECT_AT = 256, 0, 152
 _IN_MEMORY = {0x01021994, 0x858458F6}  # tmpfs, ramfs
+_SAMPLES = 4
+"""At how many pages of a range the page cache is asked."""
 O_DIRECT: int = getattr(os, "O_DIRECT", 0)
 
 
@@ -117,15 +119,21 @@ class Residency:
             self._at = None if found in (None, ctypes.c_void_p(-1).value) else found
 
     def is_cached(self, offset: int, length: int) -> bool:
-        """Whether most of a range is in the cache."""
+        """Whether most of a range is in the cache, by a look at some of its pages.
+
+        To look at all of them would take a quarter of the time in which they are read, and each look 2 µs.
+        """
         start = offset // mmap.PAGESIZE * mmap.PAGESIZE
-        length = min(offset + length, self._size) - start
-        if self._at is None or length <= 0:
+        count = -(-(min(offset + length, self._size) - start) // mmap.PAGESIZE)
+        if self._at is None or count <= 0:
             return True
-        pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
-        if _mincore(self._at + start, length, pages) != 0:
-            return True
-        return 2 * pages.raw.count(1) >= len(pages)
+        looked_at = range(0, count, -(-count // _SAMPLES))
+        found = ctypes.create_string_buffer(len(looked_at))
+        at, result = self._at + start, ctypes.addressof(found)
+        for number, page in enumerate(looked_at):
+            if _mincore(at + page * mmap.PAGESIZE, 1, result + number) != 0:
+                return True
+        return 2 * sum(byte & 1 for byte in found.raw) >= len(looked_at)
 
     def close(self) -> None:
         """Release the mapping."""

@@ -312,11 +312,12 @@ class LocalReader:
 
     def is_cold(self, offset: int, length: int) -> bool:
         """Whether a range is not in the page cache, and can be read past it."""
-        with self._lock:
-            if self._residency is None:
-                self._residency = linux.Residency(self._handle, self._size)
-                self._direct = linux.direct_handle(self._handle, os.O_RDONLY)
-            return self._direct is not None and not self._residency.is_cached(offset, length)
+        if self._residency is None:
+            with self._lock:
+                if self._residency is None:
+                    self._direct = linux.direct_handle(self._handle, os.O_RDONLY)
+                    self._residency = linux.Residency(self._handle, self._size)
+        return self._direct is not None and not self._residency.is_cached(offset, length)
 
     def read_cold(self, offset: int, block: memoryview) -> None:
         """Fill page-aligned memory from a page-aligned offset, past the page cache."""
