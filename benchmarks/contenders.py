@@ -16,7 +16,7 @@ import raw
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from showing import DCP, DIRECT, MILEPOST, RAW, SAFETENSORS, UNSUMMED, UNVERIFIED
+from showing import DCP, DIRECT, MILEPOST, ONCE, RAW, SAFETENSORS, UNSUMMED, UNVERIFIED
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
@@ -154,14 +154,16 @@ class Format:
 # Milepost and DCP, on any number of ranks
 
 
-def milepost_format(unverified: bool = False, unsummed: bool = False) -> Format:
-    """Milepost with its defaults; on request also loads that ignore checksums, and saves that compute none."""
+def milepost_format(unverified: bool = False, unsummed: bool = False, once: bool = False) -> Format:
+    """Milepost with its defaults; on request also loads that ignore checksums or read once, and saves without any."""
     savers: dict[str, Call] = {MILEPOST: milepost_save}
     if unsummed:
         savers[UNSUMMED] = milepost_save_unsummed
     loaders: dict[str, Call] = {MILEPOST: milepost_load}
     if unverified:
         loaders[UNVERIFIED] = partial(milepost_load, verify=False)
+    if once:
+        loaders[ONCE] = partial(milepost_load, share_reads=True)
     return Format(savers, loaders)
 
 

@@ -146,7 +146,7 @@ def four_ranks(rank: int, world: int, folder: Path, plan: Plan) -> list[Measured
     loads(stage, plan, state, folder / "by-4")
     del state
     if plan.wants("load-other-dim"):
-        other_cut(stage, plan.name("load-other-dim"), stage.state(specs, dim=1), folder / "by-4")
+        other_cut(stage, plan.name("load-other-dim"), stage.state(specs, dim=1), folder / "by-4", once=True)
     return stage.done()
 
 
@@ -193,11 +193,14 @@ def loads(stage: Any, plan: Plan, state: Any, kept: Path) -> None:
         stage.keep(state, kept, both)
 
 
-def other_cut(stage: Any, name: str, state: Any, kept: Path) -> None:
-    """A warm load of what other ranks saved. Raw's file is written here, already sharded for these ranks."""
+def other_cut(stage: Any, name: str, state: Any, kept: Path, once: bool = False) -> None:
+    """A warm load of what other ranks saved. Raw's file is written here, already sharded for these ranks.
+
+    `once`: Milepost also reads each byte once, and the ranks send each other what they want of it.
+    """
     import contenders as c
 
-    formats = {RAW: c.raw_format(direct=False), DCP: c.dcp_format(), MILEPOST: c.milepost_format()}
+    formats = {RAW: c.raw_format(direct=False), DCP: c.dcp_format(), MILEPOST: c.milepost_format(once=once)}
     stage.keep(state, kept, {RAW: formats[RAW]})
     stage.loads(name, state, kept, formats)
 

@@ -10,6 +10,8 @@ from harness import Case
 
 RAW, DIRECT, SAFETENSORS, DCP, MILEPOST = "raw", "raw direct", "safetensors", "DCP", "Milepost"
 UNVERIFIED, UNSUMMED = "Milepost, unverified", "Milepost, no checksums"
+ONCE = "Milepost, read once"
+MOST_READ_ONCE = 1.05
 MOST_PEAK_MIB = 512
 
 
@@ -57,7 +59,7 @@ def rows_of(case: Case, bars: Bars) -> list[Row]:
 
 
 def _beside_raw(case: Case, bars: Bars) -> Iterator[Row]:
-    for who, bar in ((MILEPOST, bars.most_of_raw), (UNVERIFIED, bars.most_of_raw_unverified)):
+    for who, bar in ((MILEPOST, bars.most_of_raw), (UNVERIFIED, bars.most_of_raw_unverified), (ONCE, None)):
         if who in case.runs and (ratio := case.ratio(who, (RAW, DIRECT))):
             yield at_most(f"{case.name}: {who} / raw", ratio, "x", bar)
 
@@ -77,12 +79,12 @@ def _checksums(case: Case, bars: Bars) -> Iterator[Row]:
 
 
 def _figures(case: Case, bars: Bars) -> Iterator[Row]:
-    peak = max(case.peaks.get(who, 0) for who in (MILEPOST, UNVERIFIED))
+    peak = max(case.peaks.get(who, 0) for who in (MILEPOST, UNVERIFIED, ONCE))
     yield at_most(f"{case.name}: Milepost, memory beyond the state, largest rank", peak / 2**20, "MiB", MOST_PEAK_MIB)
     for who in case.runs:
         if case.loads:
             read = case.median(who, "read_bytes") / case.size_bytes
-            most = bars.most_read if who == MILEPOST else None
+            most = {MILEPOST: bars.most_read, ONCE: MOST_READ_ONCE}.get(who)
             yield at_most(f"{case.name}: {who}, bytes read / needed", read, "x", most)
         walls = [run.wall_s for run in case.runs[who]]
         yield Row(f"{case.name}: {who}, wall", case.median(who, "wall_s"), "s")
