@@ -29,7 +29,7 @@ from milepost.loading.report import bits_of
 from milepost.loading.saved_optimizers import SavedOptimizers
 from milepost.loading.saved_tree import find_branch, leaves_of, lookup, name_of, named_like, spellings
 from milepost.loading.share_reads import host_id
-from milepost.loading.target import Match, Owners, has_no_memory, placements_for
+from milepost.loading.target import Match, Owners, has_no_memory, placements_for, what_hinders
 from milepost.state.composite import is_composite, kind_of
 from milepost.state.optimizers import OwnerNames
 from milepost.state.take_apart import PerRank, state_dict_of, take_apart
@@ -43,7 +43,6 @@ from milepost.state.tensors import (
     new_saved,
     new_tensor,
     torch_dtype,
-    why_not_filled,
 )
 from milepost.state.values import Codec
 from milepost.state.wrappers import is_extra_state, modules_of, named_as_saved
@@ -408,7 +407,7 @@ class Matcher:
             self._dtypes[key] = (saved.dtype, local.dtype)
             if not may_convert(saved.dtype, local.dtype, self._convert_dtype):
                 return []
-        why = next(filter(None, (why_not_filled(part.data) for part in local.parts)), None)
+        why = what_hinders(local)
         if why is not None:
             self._kinds[key] = why
             return []

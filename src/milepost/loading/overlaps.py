@@ -5,7 +5,7 @@ the second one is compared with what is there: if they differ, the load fails an
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,26 +34,29 @@ class Double(NamedTuple):
 
 def find_doubles(found: Mapping[str, tuple[Tensor, LocalTensor]], tied: Mapping[str, str]) -> Iterator[Double]:
     """What must be compared once everything is read. `tied`: keys of tensors that are another one, and its key."""
-    spans: list[tuple[Any, int, int, str]] = []
+    spans: list[tuple[str, int, int, str]] = []
     for key, (saved, local) in found.items():
         if key in tied:
             other = tied[key]
             if other in found and found[other][0].stored_key != saved.stored_key:
                 yield Double(key, other, saved, local)
             continue
-        spans.extend((str(p.data.device), *_span(p.data), key) for p in local.parts if p.data.numel())
+        spans += [(*_span(part.data), key) for part in local.parts if part.data.numel()]
     spans.sort()
     yield from _overlapping(spans, found)
 
 
-def _span(data: torch.Tensor) -> tuple[int, int]:
-    """The first byte of a tensor, and the one after its last."""
+def _span(data: torch.Tensor) -> tuple[str, int, int]:
+    """The device of a tensor, its first byte, and the one after its last."""
+    where, start = "cpu" if data.is_cpu else str(data.device), data.data_ptr()
+    if data.is_contiguous():
+        return where, start, start + data.nbytes
     reach = sum((n - 1) * step for n, step in zip(data.shape, data.stride(), strict=True)) + 1
-    return data.data_ptr(), data.data_ptr() + reach * data.element_size()
+    return where, start, start + reach * data.element_size()
 
 
 def _overlapping(
-    spans: list[tuple[Any, int, int, str]], found: Mapping[str, tuple[Tensor, LocalTensor]]
+    spans: list[tuple[str, int, int, str]], found: Mapping[str, tuple[Tensor, LocalTensor]]
 ) -> Iterator[Double]:
     """Both of each two neighbours whose spans overlap. They may still lie between each other's elements."""
     told: set[str] = set()

@@ -31,6 +31,7 @@ from milepost.state.tensors import (
     materialise,
     memory_of,
     new_saved,
+    why_not_filled,
 )
 
 
@@ -210,8 +211,18 @@ def _window(part: Part, box: Box) -> torch.Tensor:
     return part.data if box is part.box or box == part.box else part.data[box.within(part.box).slices]
 
 
+def what_hinders(local: LocalTensor) -> str | None:
+    """Why this rank's part of a tensor cannot be filled where it is; None where it can."""
+    for part in local.parts:
+        if why := why_not_filled(part.data):
+            return why
+    return None
+
+
 def has_no_memory(leaf: Any) -> bool:
     """Whether a leaf is a tensor or array that nothing can be read into: torch knows no steps backwards."""
+    if type(leaf) is torch.Tensor or type(leaf) is torch.nn.Parameter:  # of which there may be very many
+        return leaf.is_meta
     if is_sharded_tensor(leaf):
         return any(shard.tensor.is_meta for shard in leaf.local_shards())  # a rank may have none, or several
     if isinstance(leaf, torch.Tensor):

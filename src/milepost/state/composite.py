@@ -39,13 +39,18 @@ _GRADIENT = re.compile(r"'requires_grad': (True|False)")
 
 def is_composite(value: Any) -> bool:
     """Whether this is a tensor that is saved as its parts."""
+    # Most tensors, of which a state may have very many.
+    plain = type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized
+    return not plain and _has_parts(value)
+
+
+def _has_parts(value: Any) -> bool:
     if not isinstance(value, torch.Tensor) or is_lazy(value) or is_sharded_tensor(value):
         return False
     if isinstance(value, DTensor):
         local = local_of(value)
         return type(local) not in _PLAIN and is_composite(local) and kind_of(local) == "subclass"
-    plain = type(value) in _PLAIN and value.layout is torch.strided and not value.is_quantized
-    if plain or type(value).__name__ == "AsyncCollectiveTensor" or is_self_described(value):
+    if type(value).__name__ == "AsyncCollectiveTensor" or is_self_described(value):
         return False
     if value.layout is torch.sparse_coo or value.layout in _COMPRESSED:
         return True
