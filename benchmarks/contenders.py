@@ -4,7 +4,7 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -281,10 +281,8 @@ def safetensors_load(state: State, folder: Path) -> None:
 
 
 def torch_checkpointing_save(state: State, folder: Path) -> None:
-    """Its synchronous saver, then fsync."""
-    from torch_checkpointing import CheckpointManager
-
-    with contextlib.closing(CheckpointManager(CheckpointManager.Config.with_sync_save())) as manager:
+    """Its synchronous saver, through the page cache, then fsync."""
+    with contextlib.closing(_torch_checkpointing()) as manager:
         pending = manager.save(str(folder / "checkpoint"), dict(state.value))
         if hasattr(pending, "result"):
             pending.result()
@@ -293,10 +291,17 @@ def torch_checkpointing_save(state: State, folder: Path) -> None:
 
 def torch_checkpointing_load(state: State, folder: Path) -> None:
     """In place, where supported."""
-    from torch_checkpointing import CheckpointManager
-
-    with contextlib.closing(CheckpointManager(CheckpointManager.Config.with_sync_save())) as manager:
+    with contextlib.closing(_torch_checkpointing()) as manager:
         manager.load(str(folder / "checkpoint"), into=dict(state.value))
+
+
+def _torch_checkpointing() -> Any:
+    from torch_checkpointing import CheckpointManager
+    from torch_checkpointing.storage.filesystem import LocalFileSystemStorageConfig
+
+    # By default (0.1.1) it writes lengths past the page cache that ext4 and XFS refuse: OSError 22.
+    storage = LocalFileSystemStorageConfig(use_direct_io=False)
+    return CheckpointManager(replace(CheckpointManager.Config.with_sync_save(), storage_config=storage))
 
 
 def orbax_save(state: State, folder: Path) -> None:
