@@ -137,3 +137,15 @@ def test_error_of_several_lines_is_told_in_one(step, tmp_path):
     told = refused(2, "convert", step, tmp_path / "hf", "--to", "safetensors")
     assert told.endswith(" are neither: 'rng' (dict); Pass --drop-values, or leave them out: --without KEY.")
     assert "\\" not in told
+
+
+def test_plan_says_what_is_read_beside_and_when_ranks_swap(tmp_path):
+    library.save({"w": torch.zeros(1024, 1 << 15)}, tmp_path)
+    rows = fine("explain", tmp_path, "--ranks", "4")
+    assert "beside" not in rows.out
+    columns = fine("explain", tmp_path, "--ranks", "4", "--cuts", "shard1")
+    assert " MiB beside that is read too" in columns.out
+    assert "ranks of several machines read each byte once instead" in columns.out
+    plan = fine("explain", tmp_path, "--ranks", "4", "--cuts", "shard1", "--json").json
+    assert plan["extra_bytes"] == pytest.approx(3 << 27, rel=0.01)
+    assert plan["swaps"]

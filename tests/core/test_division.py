@@ -4,11 +4,12 @@ import math
 from collections import Counter
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from milepost.core.box import Box
-from milepost.core.division import PlannedWrite, read_plan, share_out, written_by
+from milepost.core.division import PlannedRead, PlannedWrite, extra_bytes, read_plan, share_out, written_by
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Layout, Mesh, Whole
 from milepost.core.limits import MIB
@@ -200,3 +201,19 @@ def test_a_plan_names_each_layout_once_however_many_tensors_share_it():
     assert len(found) == 2
     assert all(found[t.layout] == (grid if int(t.key) % 2 else Whole("0-3")) for t in tensors)
     assert math.prod(tensors[0].shape) == 64
+
+
+@pytest.mark.parametrize(
+    ("shape", "box", "extra"),
+    [
+        ((1024, 256), Box((0, 0), (1024, 256)), 0),
+        ((1024, 256), Box((0, 0), (512, 256)), 0),  # whole blocks
+        ((1024, 256), Box((1, 0), (511, 256)), 1024),  # the rest of the first block
+        ((1024, 256), Box((0, 0), (1024, 64)), 1024 * 192 * 4),  # gaps between rows
+        ((4, 1 << 20), Box((0, 0), (4, 1 << 18)), 0),  # gaps that are too wide to be read
+        ((10, 16), Box((3, 0), (2, 16)), 8 * 64),  # an entry as short as a block
+    ],
+)
+def test_extra_bytes_are_gaps_and_the_rest_of_blocks(shape, box, extra):
+    read = PlannedRead("w", 0, "w", Box.whole(shape), box)
+    assert extra_bytes(read, 4) == extra

@@ -71,9 +71,9 @@ def load(rank, where, shape, placements, share, **options):
     [
         (((4,), [Shard(0)]), ((4,), [Shard(1)])),
         (((2, 2), [Shard(0), Shard(1)]), ((3,), [Shard(1)])),
-        (((3,), [Shard(1)]), ((2, 2), [Replicate(), Shard(0)])),
+        (((3,), [Shard(0)]), ((2, 2), [Replicate(), Shard(1)])),
     ],
-    ids=["rows to columns", "two axes to columns", "columns to copies of rows"],
+    ids=["rows to columns", "two axes to columns", "rows to copies of columns"],
 )
 def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
     spawn(len(torch.empty(before[0]).flatten()), save, tmp_path, *before)

@@ -241,9 +241,14 @@ def _stretches(box: Box, strides: tuple[int, ...], item_bytes: int) -> Iterator[
 
 
 def extra_bytes(item: PlannedRead, item_bytes: int) -> int:
-    """About how many bytes a rank reads beside an item, where it reads for itself: gaps, and the rest of blocks."""
+    """About how many bytes a rank reads beside an item, where it reads for itself: gaps, and the rest of blocks.
+
+    As if each entry began with a block, and its neighbours were not read.
+    """
     if item.box is item.source or item.box == item.source:
         return 0
-    asked = sum(stop - start for start, stop in stretches_of(item, item_bytes))
-    rest = min(BLOCK_BYTES, item.source.elements * item_bytes - asked)
-    return asked + rest - item.box.elements * item_bytes
+    end = item.source.elements * item_bytes
+    asked = 0
+    for start, stop in stretches_of(item, item_bytes):
+        asked += min(-(-stop // BLOCK_BYTES) * BLOCK_BYTES, end) - start // BLOCK_BYTES * BLOCK_BYTES
+    return asked - item.box.elements * item_bytes

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 import msgspec
 
 from milepost.core.box import Box, Shape
-from milepost.core.division import read_plan
+from milepost.core.division import extra_bytes, read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import MAX_RANKS
 from milepost.core.manifest import Manifest, Tensor
 from milepost.errors import InvalidRequest
+from milepost.loading.way import swap_pays
 
 Cuts = tuple[int | None, ...]
 """What each axis of a mesh does to a tensor: cut this dimension, or (None) replicate."""
@@ -44,7 +45,9 @@ class PlannedLoad(msgspec.Struct, frozen=True, kw_only=True):
     """What a load would read. `axes` and `mesh`: the new mesh; `cuts`: what each axis does, -1 for replicate.
 
     `tensors`: how many are read; `tensor_bytes`: what they hold. `read_bytes`: what all ranks read together, where each
-    reads for itself. `files_of`: the reads of the one rank that was asked for, by file.
+    reads for itself; about `extra_bytes` lie beside that and are read too, since data is verified in whole blocks.
+    `swaps`: whether ranks of several machines would instead read each byte once, and send it to each other.
+    `files_of`: the reads of the one rank that was asked for, by file.
     """
 
     url: str
@@ -55,6 +58,8 @@ class PlannedLoad(msgspec.Struct, frozen=True, kw_only=True):
     tensors: int
     tensor_bytes: int
     read_bytes: int
+    extra_bytes: int
+    swaps: bool
     ranks: tuple[RankReads, ...]
     files_of: tuple[FileReads, ...] = ()
 
@@ -133,6 +138,7 @@ def _rule(text: str, axes: Sequence[str]) -> tuple[str, Cuts]:
 @dataclass(slots=True)
 class _ReadSums:
     bytes: int = 0
+    extra: int = 0
     reads: int = 0
     files: set[int] = field(default_factory=set)
 
@@ -150,8 +156,10 @@ def plan_load(manifest: Manifest, url: str, mesh: NewMesh, keys: str = "*") -> P
             alike[looks] = [(rank, _reads(manifest, tensor, _grid(mesh.shape, cuts), rank)) for rank in range(world)]
         for rank, found in alike[looks]:
             ranks[rank].bytes += found.bytes
+            ranks[rank].extra += found.extra
             ranks[rank].reads += found.reads
             ranks[rank].files |= found.files
+    read, extra = sum(one.bytes for one in ranks), sum(one.extra for one in ranks)
     rows = tuple(RankReads(rank, one.bytes, one.reads, len(one.files)) for rank, one in enumerate(ranks))
     return PlannedLoad(
         url=url,
@@ -161,7 +169,9 @@ def plan_load(manifest: Manifest, url: str, mesh: NewMesh, keys: str = "*") -> P
         cuts=tuple(-1 if cut is None else cut for cut in mesh.cuts),
         tensors=len(tensors),
         tensor_bytes=sum(tensor.size_bytes for tensor in tensors if not tensor.same_as),
-        read_bytes=sum(row.bytes for row in rows),
+        read_bytes=read,
+        extra_bytes=extra,
+        swaps=swap_pays(read, extra),
         ranks=rows,
     )
 
@@ -180,6 +190,7 @@ def _reads(manifest: Manifest, tensor: Tensor, grid: Grid, rank: int) -> _ReadSu
     for box in _boxes(tensor, grid, rank):
         for item in read_plan(manifest, tensor, box):
             found.bytes += (item.source if tensor.transforms else item.box).elements * item_bytes
+            found.extra += 0 if tensor.transforms else extra_bytes(item, item_bytes)
             found.reads += 1
             found.files.add(item.rank)
     return found

@@ -15,6 +15,11 @@ Way = Literal["apart", "replicas", "swap"]
 of the files, and sends every rank what it wants of it."""
 
 
+def swap_pays(read_bytes: int, extra_bytes: int, wish: bool | None = None) -> bool:
+    """Whether so much would be read beside what is needed that ranks of several machines should swap."""
+    return extra_bytes >= max(1 if wish else WORTH_BYTES, _MOST_EXTRA * read_bytes)
+
+
 def choose_way(found: list[RankMatch], wish: bool | None) -> Way:
     """How to read, by what all ranks want, and by what the caller wishes (None: what is faster).
 
@@ -27,13 +32,11 @@ def choose_way(found: list[RankMatch], wish: bool | None) -> Way:
     if wish is False:
         return "apart"
     shared, extra = sum(one.shared_bytes for one in found), sum(one.extra_bytes for one in found)
-    worth = 1 if wish else WORTH_BYTES
     sharing = [one for one in found if one.shared_bytes or one.extra_bytes]
     apart = len({one.host for one in sharing}) > 1
-    if extra >= max(worth, _MOST_EXTRA * sum(one.read_bytes for one in found)) and (
-        wish or (apart and not any(one.on_device for one in sharing))
-    ):
+    may_swap = wish or (apart and not any(one.on_device for one in sharing))
+    if may_swap and swap_pays(sum(one.read_bytes for one in found), extra, wish):
         return "swap"
-    if shared >= worth and (wish or apart or all(one.on_device for one in sharing)):
+    if shared >= (1 if wish else WORTH_BYTES) and (wish or apart or all(one.on_device for one in sharing)):
         return "replicas"
     return "apart"

@@ -68,6 +68,10 @@ def _blocks(plan: PlannedLoad, rank: int | None) -> Iterator[Block]:
     times = plan.read_bytes / plan.tensor_bytes if plan.tensor_bytes else 0.0
     held = f"{words.count(plan.tensors, 'tensor')} of {words.size(plan.tensor_bytes)}"
     yield line(f"all ranks together read {words.size(plan.read_bytes)}: {times:.2f} x the {held}")
+    if plan.extra_bytes:
+        yield line(f"about {words.size(plan.extra_bytes)} beside that is read too: data is verified in whole blocks")
+    if plan.swaps:
+        yield line("ranks of several machines read each byte once instead, and send it to those that want it")
     if rank is not None:
         yield line("")
         yield line(f"rank {rank} reads from")
