@@ -196,6 +196,32 @@ def test_dark_and_light_follow_the_system_and_the_button(new_tab, show, run):
     assert dark.get_attribute("#theme-toggle", "aria-label") == "Theme: light"
 
 
+COLOUR = """() => {
+    const map = document.querySelector("#changes-map canvas");
+    const pen = document.createElement("canvas").getContext("2d");
+    if (map) pen.drawImage(map, -100, -100);
+    return pen.getImageData(0, 0, 1, 1).data.join();
+}"""
+
+
+def test_charts_of_hidden_parts_are_drawn_when_these_are_shown(show, run):
+    """Also where the reader left the part before it was drawn, and where the colours changed meanwhile."""
+    page = show(run)
+    page.evaluate("() => ['changes', 'layout'].forEach(tab => document.getElementById(`tab-${tab}`).click())")
+    page.click("#tab-changes")
+    colours = [page.evaluate(COLOUR)]
+    page.click("#tab-layout")
+    for _ in ("light", "dark"):
+        page.click("#theme-toggle")
+    page.click("#tab-changes")
+    colours.append(page.evaluate(COLOUR))
+    page.reload()
+    assert page.get_attribute("#tab-changes", "aria-selected") == "true"
+    colours.append(page.evaluate(COLOUR))
+    assert colours[0] != colours[1] == colours[2]
+    assert all(colour.endswith(",255") for colour in colours), "not empty"
+
+
 def formats(tmp_path):
     """Checkpoints of other libraries, with the files that the page names."""
     from safetensors.torch import save_file
