@@ -79,7 +79,7 @@ function showPicks() {
 }
 
 function showTab(name, focus = false) {
-  if (view.tab === name) return;
+  if (view.tab === name) return undefined;
   view.tab = name;
   for (const tab of TABS) {
     const button = byId(`tab-${tab}`);
@@ -91,7 +91,7 @@ function showTab(name, focus = false) {
     if (isPicked && focus) button.focus();
   }
   startTab();
-  refresh();
+  return refresh();
 }
 
 function startTab() {
@@ -260,8 +260,9 @@ async function start() {
   showHead();
   listen();
   showPicks();
-  showTab(goToPlace());
+  const drawn = showTab(goToPlace());
   showPicks();
+  await drawn;
   requestAnimationFrame(() => {
     document.documentElement.dataset.ready = "true";
     performance.mark("milepost-ready");
