@@ -7,6 +7,7 @@ go into the manifest. Records are made only if somebody listens.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -69,6 +70,7 @@ class Operation:
         self.handed_over = False
         self._muted = LISTENERS.thread.hearing  # what a listener does itself is not told to it
         self._silent = self._ended = False
+        self._ending = threading.Lock()
         self._id = ""
 
     @property
@@ -137,11 +139,14 @@ class Operation:
             self.tell(Skipped, skipped=step, reason=reason[:_TEXT])
 
     def returned(self) -> None:
-        """The call that began it returns, and it goes on in the background."""
-        seconds = self.note_blocking()
-        if LISTENERS.heard:
-            now = time.time()
-            self.tell(PhaseEnded, phase=BLOCKING, start=now - seconds, end=now, seconds=seconds)
+        """The call that began it returns, and it goes on in the background, unless it has failed there already."""
+        with self._ending:
+            if self._ended:
+                return
+            seconds = self.note_blocking()
+            if LISTENERS.heard:
+                now = time.time()
+                self.tell(PhaseEnded, phase=BLOCKING, start=now - seconds, end=now, seconds=seconds)
 
     def note_blocking(self) -> float:
         """Note that the call that began it has taken until now. Gives the seconds."""
@@ -150,9 +155,10 @@ class Operation:
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell how it ended, once."""
-        if self._ended:
-            return
-        self._ended = True
+        with self._ending:  # not while the thread of the caller tells of its return
+            if self._ended:
+                return
+            self._ended = True
         if LISTENERS.heard and error is not None:
             ranks = tuple(sorted(getattr(error, "failures", ())))[:_RANKS_NAMED]
             self.tell(Failed, error=type(error).__name__, text=_text(error), ranks=ranks)
