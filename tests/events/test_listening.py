@@ -26,6 +26,21 @@ def test_subscriptions_end_and_may_be_closed_twice(tmp_path):
         events.listen("print")
 
 
+def test_listeners_that_come_and_go_during_an_event(tmp_path):
+    def first(event):
+        heard.append("first")
+        second.close()
+        with events.listen(heard.append):
+            pass
+        first_.close()
+
+    heard = []
+    first_, second = events.listen(first), events.listen(lambda event: heard.append("second"))
+    milepost.save({"x": 1}, tmp_path)
+    assert heard == ["first"], "who is closed hears no more, not even of what others are hearing of"
+    assert not events.listeners.LISTENERS.heard
+
+
 def test_no_record_is_made_when_nobody_listens(tmp_path, monkeypatch):
     def refuse(*_, **__):
         raise AssertionError("made a record")
