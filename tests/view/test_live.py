@@ -120,8 +120,14 @@ def test_new_steps_appear_and_the_place_is_kept(job, command, tab):
     tab.until("!milepost.data.steps.some(one => one.step === 10)")
     assert page.input_value("#step-select") == "2"
     page.select_option("#step-select", label="30")
+    page.click("#tab-timeline")
+    page.locator("#steps-table .sort", has_text="size").click()
+    page.click("#tab-layout")
+    page.locator("#reads-table .list-row").nth(1).click()
     job.save(50)
     has_step(tab, 50)
+    assert page.inner_text("#reads-detail h4") == "What rank 1 reads"
+    assert page.locator("#steps-table [aria-sort=descending]").inner_text() == "size"
     assert page.evaluate("milepost.data.steps[milepost.view.step].step") == 30
     page.click("#tab-changes")
     page.locator("#changes-table .list-row").first.wait_for()

@@ -222,6 +222,31 @@ def test_charts_of_hidden_parts_are_drawn_when_these_are_shown(show, run):
     assert all(colour.endswith(",255") for colour in colours), "not empty"
 
 
+def test_tables_stay_where_they_are_when_a_row_is_picked(show, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run", statistics=True) as keeper:
+        for step in (1, 2):
+            keeper.save({f"t{i:03}": torch.full((4,), float(step + i)) for i in range(300)}, step)
+    page = show(tmp_path / "run")
+    for tab, host in (("tensors", "tree"), ("statistics", "statistics-table"), ("changes", "changes-table")):
+        page.click(f"#tab-{tab}")
+        page.locator(f"#{host} .list-body").evaluate("body => { body.scrollTop = 3000; }")
+        row = page.locator(f"#{host} .list-row[data-row='105']")
+        row.click()
+        assert row.get_attribute("aria-selected") == "true", tab
+        assert page.evaluate("milepost.view.key") == "t105"
+        assert page.locator(f"#{host} .list-body").evaluate("body => body.scrollTop") == 3000
+
+
+def test_the_map_names_the_files_of_the_step_that_is_shown(show, run):
+    page = show(run)
+    page.click("#tab-layout")
+    for step in (500, 200):
+        page.select_option("#step-select", label=str(step))
+        with milepost.open(jobs.folder(run, step)) as checkpoint:
+            saved = checkpoint.manifest.save_id
+        assert page.get_attribute("#layout-boxes .list-row >> [title]", "title") == f"data/{saved}/00000.safetensors"
+
+
 def formats(tmp_path):
     """Checkpoints of other libraries, with the files that the page names."""
     from safetensors.torch import save_file
