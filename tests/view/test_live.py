@@ -169,6 +169,36 @@ def test_many_tabs_follow_and_ctrl_c_ends_at_once(new_tab, job, command):
             one.check()
 
 
+@pytest.mark.slow
+def test_news_scroll_no_table(tab, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run", statistics=True) as keeper:
+        run, live = Followed(tmp_path / "run", ViewOptions()), LivePage()
+
+        def save(*steps):
+            for step in steps:
+                keeper.save({f"t{i:03}": torch.full((2,), float(i + step)) for i in range(150)}, step)
+            run.look()
+            live.set(run)
+
+        save(*range(40))
+        server = PageServer(live)
+        server.start()
+        page = open_live(tab, server.url)
+        page.click("#tab-tensors")
+        page.locator("#tree .list-row", has_text="t003").click()
+        hosts = {"timeline": "steps-table", "tensors": "tree", "statistics": "statistics-table"}
+        for step, (part, host) in enumerate({**hosts, "changes": "changes-table"}.items(), 40):
+            page.click(f"#tab-{part}")
+            body = page.locator(f"#{host} .list-body")
+            body.evaluate("body => { body.scrollTop = 600; }")
+            save(step)
+            has_step(tab, step)
+            assert body.evaluate("body => body.scrollTop") == 600, part
+            assert page.input_value("#step-select") == str(step), "the newest is followed"
+        page.goto("about:blank")
+        server.close()
+
+
 # --- the server by itself
 
 

@@ -64,10 +64,11 @@ async function whileBusy(task) {
   if (!tasks) byId("main").removeAttribute("aria-busy");
 }
 
-function refresh() {
+/** Show what is picked. `scroll`: bring it into sight. */
+function refresh({ scroll = true } = {}) {
   if (!view.data.steps.length) return undefined;
   return whileBusy(async () => {
-    await panels[view.tab].update();
+    await panels[view.tab].update({ scroll });
     keepPlace();
   });
 }

@@ -179,11 +179,11 @@ const timeline = {
     if (view.data.record.is_run) this.chart.showLegend();
   },
 
-  update() {
+  update({ scroll }) {
     showTiles();
     showStep();
     if (!view.data.record.is_run) return;
-    this.list.pick(view.step);
+    this.list.pick(view.step, { scroll });
     const host = byId("timeline-chart");
     host.setAttribute("aria-valuemin", 0);
     host.setAttribute("aria-valuemax", Math.max(0, view.data.steps.length - 1));
