@@ -345,7 +345,11 @@ class operating:  # noqa: N801  # used as a function
         self._tracking = _Tracking(self._made, vacant=self._wraps, caller=caller)
         self._tracking.__enter__()
         if not self._joined:
-            self._made.start()
+            try:
+                self._made.start()
+            except BaseException as error:  # Ctrl-C in a listener: others may have heard of the beginning
+                self.__exit__(type(error), error, None)
+                raise
         return self._made
 
     def __exit__(
@@ -415,7 +419,11 @@ class phasing:  # noqa: N801  # used as a function
         self.seconds, self.bytes, self._noted, self._start = 0.0, 0, 0.0, 0.0
         if LISTENERS.heard:
             self._start = time.time()
-            track.operation.tell(PhaseStarted, phase=self.phase)
+            try:
+                track.operation.tell(PhaseStarted, phase=self.phase)
+            except BaseException:  # Ctrl-C in a listener: others may have heard of the beginning
+                self._tell_end(track.operation)
+                raise
         self._track, self.outer = track, track.open
         now = time.perf_counter()
         if self.outer is not None:
@@ -431,9 +439,12 @@ class phasing:  # noqa: N801  # used as a function
         track.open, track.since = self.outer, now
         self.note(track.operation.times)
         if self._start:
-            track.operation.tell(
-                PhaseEnded, phase=self.phase, start=self._start, end=time.time(), seconds=self.seconds, bytes=self.bytes
-            )
+            self._tell_end(track.operation)
+
+    def _tell_end(self, operation: Operation) -> None:
+        operation.tell(
+            PhaseEnded, phase=self.phase, start=self._start, end=time.time(), seconds=self.seconds, bytes=self.bytes
+        )
 
     def note(self, times: dict[str, float]) -> None:
         """Add what was counted since the last time."""
