@@ -276,6 +276,18 @@ def test_other_formats_show_their_tensors_and_files(show, tmp_path):
         assert "statistics=True" in page.inner_text("#statistics-note")
 
 
+def test_values_are_known_on_both_sides_of_a_step_that_is_not_whole(show, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run") as keeper:
+        for step in (1, 2, 3, 4):
+            keeper.save({"w": torch.ones(3), "step": step, "fixed": "same"}, step)
+    next(jobs.folder(tmp_path / "run", 2).glob("manifest-*")).unlink()
+    manifest = next(jobs.folder(tmp_path / "run", 3).glob("manifest-*"))
+    manifest.write_bytes(manifest.read_bytes()[:-60])
+    page = show(tmp_path / "run")
+    told = page.evaluate("milepost.data.steps.map((step, i) => [step.state, milepost.data.values(i)])")
+    assert told == [["whole", ["1", "same"]], ["unfinished", None], ["damaged", None], ["whole", ["4", "same"]]]
+
+
 def test_a_run_of_one_step_has_no_changes(show, tmp_path):
     with milepost.Checkpointer(tmp_path / "run") as keeper:
         keeper.save({"w": torch.ones(3)}, 7)
