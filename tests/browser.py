@@ -128,6 +128,10 @@ class Tab:
         _settle(self._page, expression)
         return found
 
+    def devtools(self):
+        """A session with the browser's own tools for this page."""
+        return self._context.new_cdp_session(self._page)
+
     def _hear(self, message):
         if message.type in ("error", "warning"):
             self.problems.append(f"the console: {message.text[:500]}")
