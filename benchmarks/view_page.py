@@ -113,7 +113,7 @@ def open_once(running: Any, page: Path, found: Opened) -> None:
         opened.evaluate(f"document.getElementById('tab-{name}').click()")
         opened.evaluate(PAINTED)
         found.parts_s.setdefault(name, []).append(time.perf_counter() - began)
-    metrics = opened.context.new_cdp_session(opened)
+    metrics = tab.devtools()
     metrics.send("Performance.enable")
     heap = {one["name"]: one["value"] for one in metrics.send("Performance.getMetrics")["metrics"]}
     found.heap_mib.append(heap["JSHeapUsedSize"] / 2**20)

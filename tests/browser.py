@@ -3,7 +3,8 @@
 A page that is opened here may load itself and nothing else. What its console reports as an error, an exception that
 nobody caught, a violation of its content policy, and every other request are problems; `Tab.close` raises them.
 
-A click or a key returns when the page has drawn what it asked for: the page marks itself as busy until then.
+A click or a key returns when the page has drawn what it asked for, and so do `open` and `until`: the page marks itself
+as busy until then.
 """
 
 import os
@@ -14,6 +15,8 @@ from urllib.parse import urlsplit
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TIMEOUT_MS = 15_000
+_BUSY_MS = 60_000
+"""How long a page may be busy: as long as it takes on a machine that does much else."""
 _WATCH_POLICY = """
 window.__violations = [];
 document.addEventListener("securitypolicyviolation", e => {
@@ -21,13 +24,13 @@ document.addEventListener("securitypolicyviolation", e => {
 });
 """
 _SETTLED = """async () => {
-    const frame = () => new Promise(go => { requestAnimationFrame(go); setTimeout(go, 100); });
+    const frame = () => new Promise(go => { requestAnimationFrame(go); setTimeout(go, 5_000); });
     const isBusy = () => document.querySelector("[aria-busy=true]");
-    const end = performance.now() + 15_000;
+    const end = performance.now() + LIMIT;
     for (await frame(); isBusy() && performance.now() < end; await frame());
     return !isBusy();
-}"""
-_ACTIONS = {"check", "click", "dispatch_event", "fill", "focus", "press", "reload", "select_option", "type"}
+}""".replace("LIMIT", str(_BUSY_MS))
+_ACTIONS = {"check", "click", "dispatch_event", "fill", "focus", "goto", "press", "reload", "select_option", "type"}
 
 
 def why_not():
@@ -58,6 +61,12 @@ def started():
             browser.close()
 
 
+def _settle(page, what):
+    """Wait until the page has drawn what was asked of it."""
+    if not page.evaluate(_SETTLED):
+        raise TimeoutError(f"the page is still busy after {what}")
+
+
 class _Settled:
     """A page, or a part of one, whose actions return when the page is no longer busy."""
 
@@ -72,8 +81,8 @@ class _Settled:
 
         def call(*args, **kwargs):
             result = found(*args, **kwargs)
-            if name in _ACTIONS and not self._page.evaluate(_SETTLED):
-                raise TimeoutError(f"the page is still busy after {name} {args}")
+            if name in _ACTIONS:
+                _settle(self._page, f"{name} {args}")
             return self._wrapped(result)
 
         return call
@@ -109,17 +118,22 @@ class Tab:
     def open(self, url):
         """Go to a page. From then on nothing but this page, or what the same server has, may be asked for."""
         self._own = urlsplit(str(url))
-        self.raw.goto(str(url), wait_until="load")
+        self.page.goto(str(url), wait_until="load")
         return self.page
 
     def until(self, expression, timeout_s=TIMEOUT_MS / 1000):
-        """Wait until this is true in the page, and give what it is. (Playwright's own way needs `eval`.)"""
+        """Wait until this is true in the page and drawn, and give what it is. (Playwright's own way needs `eval`.)"""
         end = time.monotonic() + timeout_s
         while not (found := self.raw.evaluate(expression)):
             if time.monotonic() > end:
                 raise TimeoutError(f"not true in {timeout_s:.0f} s: {expression}\n" + "\n".join(self.problems))
             self.raw.wait_for_timeout(20)
+        _settle(self.raw, expression)
         return found
+
+    def devtools(self):
+        """A session with the browser's own tools for this page."""
+        return self._context.new_cdp_session(self.raw)
 
     def _hear(self, message):
         if message.type in ("error", "warning"):

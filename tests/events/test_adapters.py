@@ -105,9 +105,9 @@ SAMPLE = re.compile(r'([a-zA-Z_:][a-zA-Z0-9_:]*)(?:\{((?:[a-zA-Z_]\w*="(?:[^"\\\
 
 def parse(path):
     """The samples of a text file, strictly: each metric once, with help and type, and no sample twice."""
-    text, samples, seen, kind = path.read_text(), {}, set(), ""
+    text, samples, seen, kind = path.read_bytes().decode(), {}, set(), ""
     assert text.endswith("\n")
-    for line in text.splitlines():
+    for line in text.removesuffix("\n").split("\n"):
         if line.startswith("# HELP "):
             current = line.split(" ", 3)[2]
             assert current not in seen, "samples of one metric stand together"
@@ -130,7 +130,7 @@ def parse(path):
 
 
 def test_prometheus_file_says_when_the_last_checkpoint_was_committed(tmp_path):
-    path, run = tmp_path / "milepost.prom", 'a "b"\\\nc'
+    path, run = tmp_path / "milepost.prom", 'a "b"\\\nc\rd\u2028e'
     before = time.time()
     with listen(PrometheusFile(path, labels={"run": run})), milepost.Checkpointer(tmp_path / "run") as keeper:
         keeper.save(STATE, 41)

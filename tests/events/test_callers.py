@@ -53,6 +53,7 @@ CALLS = {
         lambda p: milepost.convert(p / "a", p / "new", "safetensors", drop_values=True),
         ["convert"],
     ),
+    "copy": (lambda p: milepost.copy(p / "a", p / "new"), ["copy"]),
     "export": (lambda p: milepost.export_safetensors({"w": torch.ones(1000)}, p / "new"), ["convert"]),
     "keeper.save": (lambda p: milepost.Checkpointer(p / "run", keep_last=1).save(state(), 9), ["save", "remove"]),
     "keeper.restore": (lambda p: milepost.Checkpointer(p / "run").restore(state()), ["restore", "load"]),
@@ -90,7 +91,7 @@ def test_each_call_is_one_operation(places, tmp_path, name, caplog):
     assert [operation[0].kind for operation in heard.operations()] == kinds
     commits = heard.of(events.Committed)
     assert all(SIZE <= event.bytes <= SIZE + 1 for event in commits), "planners count values, too"
-    assert bool(commits) == bool({"save", "convert"} & set(kinds))
+    assert bool(commits) == bool({"save", "convert", "copy"} & set(kinds))
     assert bool(heard.of(events.Removed)) == ("remove" in kinds and "unfinished" not in name)
     if kinds and kinds != ["remove"]:
         assert max(operation[-1].bytes for operation in heard.operations()) >= SIZE, "bytes are counted"
@@ -115,6 +116,17 @@ def test_ranks_convert_and_export_as_one_operation_each(tmp_path):
         run_ranks(2, lambda comm: milepost.export_safetensors(tensors, tmp_path / "c", process_group=comm))
     found = [(one[0].kind, one[0].rank, one[0].world) for one in heard.operations()]
     assert sorted(found) == [("convert", 0, 2)] * 2 + [("convert", 1, 2)] * 2
+    for operation in heard.operations():
+        check_whole(operation)
+
+
+def test_save_that_fails_while_its_call_still_waits_ends_last(tmp_path):
+    (tmp_path / "file").touch()
+    with listening() as heard, milepost.AsyncSaver(staging_bytes=4096) as saver:
+        for _ in range(4):
+            with pytest.raises(milepost.StorageError):
+                saver.save({"w": torch.ones(100_000)}, tmp_path / "file" / "x").result()
+    assert len(heard.operations()) == 4
     for operation in heard.operations():
         check_whole(operation)
 

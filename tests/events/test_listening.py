@@ -1,8 +1,10 @@
 """Listeners: coming and going, failing, saving, in threads and in forks."""
 
+import itertools
 import logging
 import os
 import threading
+from collections import Counter
 
 import pytest
 import torch
@@ -24,6 +26,21 @@ def test_subscriptions_end_and_may_be_closed_twice(tmp_path):
     assert len(heard) == count
     with pytest.raises(milepost.InvalidRequest, match="cannot be called"):
         events.listen("print")
+
+
+def test_listeners_that_come_and_go_during_an_event(tmp_path):
+    def first(event):
+        heard.append("first")
+        second.close()
+        with events.listen(heard.append):
+            pass
+        first_.close()
+
+    heard = []
+    first_, second = events.listen(first), events.listen(lambda event: heard.append("second"))
+    milepost.save({"x": 1}, tmp_path)
+    assert heard == ["first"], "who is closed hears no more, not even of what others are hearing of"
+    assert not events.listeners.LISTENERS.heard
 
 
 def test_no_record_is_made_when_nobody_listens(tmp_path, monkeypatch):
@@ -53,6 +70,38 @@ def test_failing_listener_is_logged_once_and_called_again(tmp_path, caplog):
     assert "failing" in record.message
     assert record.exc_info[0] is ZeroDivisionError
     assert milepost.open(tmp_path)["x"] == 2
+
+
+@pytest.mark.parametrize("way", ["save", "async"])
+def test_interrupted_listener_ends_what_others_heard_of(tmp_path, way):
+    """Interrupted at each event in turn."""
+    last = milepost.save({"x": 0}, tmp_path).generation
+    for at in itertools.count():
+        events_left = iter(range(at))
+
+        def interrupted(event, left=events_left):
+            if next(left, None) is None:
+                subscription.close()
+                raise KeyboardInterrupt
+
+        with listening() as heard, events.listen(interrupted) as subscription:
+            try:
+                milepost.save({"x": 1}, tmp_path) if way == "save" else milepost.async_save({"x": 1}, tmp_path).result()
+            except KeyboardInterrupt:
+                pass
+            else:
+                break
+            finally:
+                milepost.close_async()
+        [told] = heard.operations()
+        begun = Counter(event.phase for event in told if isinstance(event, events.PhaseStarted))
+        ended = Counter(event.phase for event in told if isinstance(event, events.PhaseEnded))
+        ended.pop("blocking", None)  # how long the call took: it never begins
+        assert begun == ended, at
+        assert isinstance(told[-1], events.Ended)
+    assert at > 15
+    assert milepost.open(tmp_path)["x"] == 1
+    assert milepost.open(tmp_path).generation > last
 
 
 @pytest.mark.parametrize("way", ["save", "async"])

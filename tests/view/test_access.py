@@ -22,26 +22,21 @@ FOCUSED = """() => {
 @pytest.mark.skipif(not AXE.exists(), reason="axe-core is not installed: scripts/setup does it where there is npm")
 @pytest.mark.parametrize(("scheme", "width"), [("light", 1280), ("dark", 400)])
 def test_axe_finds_nothing_wrong(new_tab, show, run, scheme, width):
-    made = new_tab(color_scheme=scheme, viewport={"width": width, "height": 900})
-    page = made.open(show(run).url)
-    made.until("document.documentElement.dataset.ready === 'true'")
+    page = new_tab(color_scheme=scheme, viewport={"width": width, "height": 900}).open(show(run).url)
     page.evaluate(AXE.read_text())
     for tab in TABS:
         page.click(f"#tab-{tab}")
-        page.wait_for_timeout(100)
         page.locator(".list-row:visible").nth(1).click()
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then(all => all.violations)")
         assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], tab
 
 
 @pytest.mark.parametrize("tab_", TABS)
-def test_each_stop_of_the_tab_key_has_a_name_and_a_ring(show, tab, run, tab_):
+def test_each_stop_of_the_tab_key_has_a_name_and_a_ring(show, run, tab_):
     page = show(run)
     place = page.url.partition("#")[0]
     page.goto("about:blank")
     page.goto(f"{place}#part={tab_}")
-    tab.until("document.documentElement.dataset.ready === 'true'")
-    page.wait_for_timeout(50)
     stops = []
     for _ in range(60):
         page.keyboard.press("Tab")
@@ -88,7 +83,6 @@ def test_nothing_is_cut_off_on_a_narrow_screen(new_tab, show, run):
     page = new_tab(viewport={"width": 400, "height": 800}).open(show(run).url)
     for tab in TABS:
         page.click(f"#tab-{tab}")
-        page.wait_for_timeout(50)
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
         wide = page.evaluate(
             """[...document.querySelectorAll('.card *')].filter(one => one.offsetParent

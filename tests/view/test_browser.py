@@ -1,5 +1,7 @@
 """The frame of these tests itself: a page that does something wrong is noticed."""
 
+import time
+
 import pytest
 
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; connect-src http:; img-src file:"
@@ -17,7 +19,10 @@ def test_wrong_page_is_noticed(tab, tmp_path):
     page = tmp_path / "page.html"
     head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     page.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(WRONG)}</body></html>")
-    tab.open(page.as_uri()).wait_for_timeout(50)
+    *events, _ = WRONG.values()  # the last one is asked for by `check`
+    opened, end = tab.open(page.as_uri()), time.monotonic() + 30
+    while any(one not in "\n".join(tab.problems) for one in events) and time.monotonic() < end:
+        opened.wait_for_timeout(20)
     with pytest.raises(AssertionError) as caught:
         tab.check()
     assert [problem for problem in WRONG.values() if problem not in str(caught.value)] == []

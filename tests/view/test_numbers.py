@@ -56,6 +56,7 @@ def test_statistics_are_those_of_the_manifest(page, run, step):
 
 
 def test_tensors_that_are_not_finite_come_first(page, run):
+    page.reload()  # another test may have sorted them
     page.click("#tab-statistics")
     page.select_option("#step-select", label="300 (unhealthy)")
     page.locator("#statistics-count", has_text="1 not finite").wait_for()
@@ -101,6 +102,7 @@ def test_changes_are_those_of_diff(page, run, before, after):
     page.click("#tab-changes")
     page.select_option("#changes-from", value=str(at(page, before)))
     page.select_option("#changes-to", value=str(at(page, after)))
+    page.select_option("#changes-measure", "blocks")  # another test may have picked another one
     page.locator("#changes-measure[data-shown='blocks']").wait_for()
     rows = page.evaluate("milepost.changes()")
     assert {row["key"]: row["what"] for row in rows if row["what"] != "same"} == dict.fromkeys(changed, "changed")

@@ -153,6 +153,9 @@ def test_search_finds_what_is_not_finite(show, run):
     assert "not understood" in page.inner_text("#tree-count")
 
 
+FRAMES = "async () => { for (let n = 0; n < 60; n += 1) await new Promise(requestAnimationFrame); }"
+
+
 def test_the_treemap_goes_down_and_up(show, tab, run):
     page = show(run)
     page.click("#tab-tensors")
@@ -161,6 +164,7 @@ def test_the_treemap_goes_down_and_up(show, tab, run):
     page.mouse.click(box["x"] + 30, box["y"] + 8)  # the head of what all bytes are in
     page.locator("#treemap-path .crumb").wait_for()
     assert page.locator("#treemap-path").inner_text().startswith("all")
+    page.evaluate(FRAMES)  # the reader looks at it: all that moves has come to rest
     page.locator("#treemap-path .crumb").first.press("Enter")
     assert page.locator("#treemap-path .crumb").count() == 0
     page.mouse.click(box["x"] + box["width"] / 2, box["y"] + box["height"] / 2)
@@ -196,6 +200,57 @@ def test_dark_and_light_follow_the_system_and_the_button(new_tab, show, run):
     assert dark.get_attribute("#theme-toggle", "aria-label") == "Theme: light"
 
 
+COLOUR = """() => {
+    const map = document.querySelector("#changes-map canvas");
+    const pen = document.createElement("canvas").getContext("2d");
+    if (map) pen.drawImage(map, -100, -100);
+    return pen.getImageData(0, 0, 1, 1).data.join();
+}"""
+
+
+def test_charts_of_hidden_parts_are_drawn_when_these_are_shown(show, run):
+    """Also where the reader left the part before it was drawn, and where the colours changed meanwhile."""
+    page = show(run)
+    page.evaluate("() => ['changes', 'layout'].forEach(tab => document.getElementById(`tab-${tab}`).click())")
+    page.click("#tab-changes")
+    colours = [page.evaluate(COLOUR)]
+    page.click("#tab-layout")
+    for _ in ("light", "dark"):
+        page.click("#theme-toggle")
+    page.click("#tab-changes")
+    colours.append(page.evaluate(COLOUR))
+    page.reload()
+    assert page.get_attribute("#tab-changes", "aria-selected") == "true"
+    colours.append(page.evaluate(COLOUR))
+    assert colours[0] != colours[1] == colours[2]
+    assert all(colour.endswith(",255") for colour in colours), "not empty"
+
+
+def test_tables_stay_where_they_are_when_a_row_is_picked(show, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run", statistics=True) as keeper:
+        for step in (1, 2):
+            keeper.save({f"t{i:03}": torch.full((4,), float(step + i)) for i in range(300)}, step)
+    page = show(tmp_path / "run")
+    for tab, host in (("tensors", "tree"), ("statistics", "statistics-table"), ("changes", "changes-table")):
+        page.click(f"#tab-{tab}")
+        page.locator(f"#{host} .list-body").evaluate("body => { body.scrollTop = 3000; }")
+        row = page.locator(f"#{host} .list-row[data-row='105']")
+        row.click()
+        assert row.get_attribute("aria-selected") == "true", tab
+        assert page.evaluate("milepost.view.key") == "t105"
+        assert page.locator(f"#{host} .list-body").evaluate("body => body.scrollTop") == 3000
+
+
+def test_the_map_names_the_files_of_the_step_that_is_shown(show, run):
+    page = show(run)
+    page.click("#tab-layout")
+    for step in (500, 200):
+        page.select_option("#step-select", label=str(step))
+        with milepost.open(jobs.folder(run, step)) as checkpoint:
+            saved = checkpoint.manifest.save_id
+        assert page.get_attribute("#layout-boxes .list-row >> [title]", "title") == f"data/{saved}/00000.safetensors"
+
+
 def formats(tmp_path):
     """Checkpoints of other libraries, with the files that the page names."""
     from safetensors.torch import save_file
@@ -223,6 +278,18 @@ def test_other_formats_show_their_tensors_and_files(show, tmp_path):
         assert file in page.inner_text("#layout-boxes")
         page.click("#tab-statistics")
         assert "statistics=True" in page.inner_text("#statistics-note")
+
+
+def test_values_are_known_on_both_sides_of_a_step_that_is_not_whole(show, tmp_path):
+    with milepost.Checkpointer(tmp_path / "run") as keeper:
+        for step in (1, 2, 3, 4):
+            keeper.save({"w": torch.ones(3), "step": step, "fixed": "same"}, step)
+    next(jobs.folder(tmp_path / "run", 2).glob("manifest-*")).unlink()
+    manifest = next(jobs.folder(tmp_path / "run", 3).glob("manifest-*"))
+    manifest.write_bytes(manifest.read_bytes()[:-60])
+    page = show(tmp_path / "run")
+    told = page.evaluate("milepost.data.steps.map((step, i) => [step.state, milepost.data.values(i)])")
+    assert told == [["whole", ["1", "same"]], ["unfinished", None], ["damaged", None], ["whole", ["4", "same"]]]
 
 
 def test_a_run_of_one_step_has_no_changes(show, tmp_path):

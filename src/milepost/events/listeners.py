@@ -28,7 +28,7 @@ class Subscription:
 
     def __init__(self, owner: "Listeners", listener: Listener) -> None:
         self._owner, self._listener = owner, listener
-        self._complained = False
+        self._complained = self._closed = False
 
     def __repr__(self) -> str:
         return f"Subscription({self.name})"
@@ -39,7 +39,9 @@ class Subscription:
         return str(getattr(self._listener, "__qualname__", None) or type(self._listener).__qualname__)
 
     def deliver(self, event: Event) -> None:
-        """Call the listener. An exception of it is logged, the first time."""
+        """Call the listener, unless it was closed. An exception of it is logged, the first time."""
+        if self._closed:
+            return  # by another listener, or in another thread, while this event was on its way
         try:
             self._listener(event)
         except Exception:  # noqa: BLE001  # a listener must not be able to stop the work
@@ -52,6 +54,7 @@ class Subscription:
 
     def close(self) -> None:
         """End it. A call of the listener that is under way in another thread goes on."""
+        self._closed = True
         self._owner.remove(self)
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ go into the manifest. Records are made only if somebody listens.
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -69,6 +70,7 @@ class Operation:
         self.handed_over = False
         self._muted = LISTENERS.thread.hearing  # what a listener does itself is not told to it
         self._silent = self._ended = False
+        self._ending = threading.Lock()
         self._id = ""
 
     @property
@@ -137,11 +139,14 @@ class Operation:
             self.tell(Skipped, skipped=step, reason=reason[:_TEXT])
 
     def returned(self) -> None:
-        """The call that began it returns, and it goes on in the background."""
-        seconds = self.note_blocking()
-        if LISTENERS.heard:
-            now = time.time()
-            self.tell(PhaseEnded, phase=BLOCKING, start=now - seconds, end=now, seconds=seconds)
+        """The call that began it returns, and it goes on in the background, unless it has failed there already."""
+        with self._ending:
+            if self._ended:
+                return
+            seconds = self.note_blocking()
+            if LISTENERS.heard:
+                now = time.time()
+                self.tell(PhaseEnded, phase=BLOCKING, start=now - seconds, end=now, seconds=seconds)
 
     def note_blocking(self) -> float:
         """Note that the call that began it has taken until now. Gives the seconds."""
@@ -150,9 +155,10 @@ class Operation:
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell how it ended, once."""
-        if self._ended:
-            return
-        self._ended = True
+        with self._ending:  # not while the thread of the caller tells of its return
+            if self._ended:
+                return
+            self._ended = True
         if LISTENERS.heard and error is not None:
             ranks = tuple(sorted(getattr(error, "failures", ())))[:_RANKS_NAMED]
             self.tell(Failed, error=type(error).__name__, text=_text(error), ranks=ranks)
@@ -339,7 +345,11 @@ class operating:  # noqa: N801  # used as a function
         self._tracking = _Tracking(self._made, vacant=self._wraps, caller=caller)
         self._tracking.__enter__()
         if not self._joined:
-            self._made.start()
+            try:
+                self._made.start()
+            except BaseException as error:  # Ctrl-C in a listener: others may have heard of the beginning
+                self.__exit__(type(error), error, None)
+                raise
         return self._made
 
     def __exit__(
@@ -409,7 +419,11 @@ class phasing:  # noqa: N801  # used as a function
         self.seconds, self.bytes, self._noted, self._start = 0.0, 0, 0.0, 0.0
         if LISTENERS.heard:
             self._start = time.time()
-            track.operation.tell(PhaseStarted, phase=self.phase)
+            try:
+                track.operation.tell(PhaseStarted, phase=self.phase)
+            except BaseException:  # Ctrl-C in a listener: others may have heard of the beginning
+                self._tell_end(track.operation)
+                raise
         self._track, self.outer = track, track.open
         now = time.perf_counter()
         if self.outer is not None:
@@ -425,9 +439,12 @@ class phasing:  # noqa: N801  # used as a function
         track.open, track.since = self.outer, now
         self.note(track.operation.times)
         if self._start:
-            track.operation.tell(
-                PhaseEnded, phase=self.phase, start=self._start, end=time.time(), seconds=self.seconds, bytes=self.bytes
-            )
+            self._tell_end(track.operation)
+
+    def _tell_end(self, operation: Operation) -> None:
+        operation.tell(
+            PhaseEnded, phase=self.phase, start=self._start, end=time.time(), seconds=self.seconds, bytes=self.bytes
+        )
 
     def note(self, times: dict[str, float]) -> None:
         """Add what was counted since the last time."""

@@ -158,8 +158,8 @@ def _escaped(value: str) -> str:
 def _lines_kept(path: Path) -> list[str]:
     """What the file of an earlier job says of the last checkpoint; nothing, if that is no such file."""
     try:
-        with path.open(encoding="utf-8") as file:
-            lines = file.read(_MAX_BYTES).splitlines()
+        with path.open(encoding="utf-8", newline="\n") as file:  # labels may hold what ends a line elsewhere
+            lines = file.read(_MAX_BYTES).split("\n")
     except (OSError, UnicodeDecodeError):
         return []
     found = {match[1] + match[2]: match for match in map(_SAMPLE.fullmatch, lines) if match is not None}

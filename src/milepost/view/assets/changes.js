@@ -73,7 +73,7 @@ const changes = {
 
   update() {
     if (view.key !== null) this.list.pick({ key: view.key }, { scroll: false });
-    return this.drawn === this.wanted() ? undefined : this.show();
+    return this.drawn === this.wanted() ? undefined : this.show({ keep: true });
   },
 
   wanted() {
@@ -91,7 +91,7 @@ const changes = {
     return [...found, "shape"];
   },
 
-  async show() {
+  async show({ keep = false } = {}) {
     const { data } = view;
     this.turn += 1;
     const { turn } = this;
@@ -113,7 +113,7 @@ const changes = {
     this.rows.sort((a, b) => rankOf(b) - rankOf(a) || b.bytes - a.bytes);
     this.most = this.scale();
     this.addUp(after);
-    this.list.show(this.rows);
+    this.list.show(this.rows, { keep });
     this.showSummary();
     this.showValues();
     if (after) this.map.show(after);

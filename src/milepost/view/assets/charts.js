@@ -29,12 +29,15 @@ class Chart {
     this.drawing = null;
     this.width = 0;
     this.height = 0;
+    this.isOwed = false;
     charts.add(this);
     new ResizeObserver(() => this.fit()).observe(host);
   }
 
+  /** Draw now; or, in a part of the page that is hidden, when that is shown. */
   draw() {
-    if (!this.host.clientWidth || !this.host.clientHeight) return;
+    this.isOwed = !this.host.clientWidth || !this.host.clientHeight;
+    if (this.isOwed) return;
     const isFirst = !this.drawing;
     const isSized = this.width === this.host.clientWidth && this.height === this.host.clientHeight;
     this.width = this.host.clientWidth;
@@ -47,10 +50,10 @@ class Chart {
     this.drew?.();
   }
 
-  /** Fit the drawing to its place; what is drawn may change with it. */
+  /** Fit the drawing to its place, which may have come into sight; what is drawn may change with it. */
   fit() {
     const isSized = this.width === this.host.clientWidth && this.height === this.host.clientHeight;
-    if (this.drawing && this.host.clientWidth && !isSized) this.draw();
+    if (this.host.clientWidth && (this.isOwed || (this.drawing && !isSized))) this.draw();
   }
 
   get isNarrow() {

@@ -218,14 +218,15 @@ class PageData {
     return `data/${save}/${String(rank).padStart(5, "0")}.safetensors`;
   }
 
-  /** The values of a step by number: the newest step has all, each older one what differs. */
+  /**
+   * The values of a step by number: the newest step has all, each older one what differs. Steps between them that could
+   * not be read have none.
+   */
   values(step) {
     const structure = this.steps[step].structure;
+    const isLinked = (one) => one.structure < 0 || !one.values_anew;
     let from = step;
-    while (from < this.steps.length && !this.steps[from].values_anew) {
-      if (this.steps[from].values === null) return null;
-      from += 1;
-    }
+    while (from < this.steps.length && isLinked(this.steps[from])) from += 1;
     if (from >= this.steps.length || this.steps[from].values === null) return null;
     const found = [];
     for (let i = from; i >= step; i -= 1) {

@@ -52,13 +52,14 @@ const layout = {
       return;
     }
     if (view.key === null || !shape.index.has(view.key)) view.key = shape.tensor(largest(shape)).key;
-    if (this.key !== view.key || this.shape !== shape) {
+    const isKnown = this.key === view.key && this.shape === shape;
+    if (!isKnown) {
       this.setTensor(shape.tensor(shape.index.get(view.key)), shape);
       this.key = view.key;
       this.shape = shape;
     }
     if (document.activeElement !== byId("layout-tensor")) byId("layout-tensor").value = shortened(view.key, 4000);
-    this.show();
+    this.show({ keep: isKnown });
   },
 
   recolour() {
@@ -94,9 +95,9 @@ const layout = {
     this.marked = -1;
     const cut = shape.layouts[tensor.layout];
     const parts = cut ? savedParts(tensor, cut, MOST_LISTED) : [];
-    const { step } = view;
     this.rows = parts.map((part, i) => ({ ...part, number: i, bytes: elementsOf(part.box) * tensor.itemBytes }));
-    for (const row of this.rows) Object.defineProperty(row, "file", { get: () => view.data.fileName(step, row.rank) });
+    const file = (row) => ({ get: () => view.data.fileName(view.step, row.rank) }); // of the step that is shown then
+    for (const row of this.rows) Object.defineProperty(row, "file", file(row));
     this.writers = [...new Set(parts.map((part) => part.rank))].sort((a, b) => a - b);
     this.place = new Map(this.writers.map((rank, i) => [rank, i]));
     this.showDims();
@@ -112,7 +113,8 @@ const layout = {
     return `hsl(${Math.round(hue)} ${isDark ? 34 : 42}% ${(isDark ? 42 : 64) + (at % 2 ? 4 : -4)}%)`;
   },
 
-  show() {
+  /** `keep`: the same again, perhaps of another step, so that what is picked and where the tables stand stays. */
+  show({ keep = false } = {}) {
     const { tensor } = this;
     const cut = view.data.layout(view.step, tensor);
     const boxes = cut ? boxCount(cut, tensor.shape) : 0;
@@ -126,8 +128,8 @@ const layout = {
         ["Tied to", shown(tensor.sameAs)],
       ]),
     );
-    this.list.show(this.rows);
-    reads.update();
+    this.list.show(this.rows, { keep });
+    reads.update({ keep });
     this.draw();
     this.showLegend();
     const cutOff = count > this.rows.length ? ` The first ${whole(this.rows.length)} boxes are listed.` : "";

@@ -85,6 +85,6 @@ async function showNews(data) {
   byId(`panel-${view.tab}`).hidden = !data.steps.length;
   if (data.steps.length) for (const name of started) panels[name].renew?.(old);
   startTab();
-  await refresh();
+  await refresh({ scroll: false });
   if (added > 0) announce(`${plural(added, "new step")}, the newest is ${data.label(newestShown(data))}`);
 }

@@ -64,10 +64,11 @@ async function whileBusy(task) {
   if (!tasks) byId("main").removeAttribute("aria-busy");
 }
 
-function refresh() {
+/** Show what is picked. `scroll`: bring it into sight. */
+function refresh({ scroll = true } = {}) {
   if (!view.data.steps.length) return undefined;
   return whileBusy(async () => {
-    await panels[view.tab].update();
+    await panels[view.tab].update({ scroll });
     keepPlace();
   });
 }
@@ -79,7 +80,7 @@ function showPicks() {
 }
 
 function showTab(name, focus = false) {
-  if (view.tab === name) return;
+  if (view.tab === name) return undefined;
   view.tab = name;
   for (const tab of TABS) {
     const button = byId(`tab-${tab}`);
@@ -91,7 +92,7 @@ function showTab(name, focus = false) {
     if (isPicked && focus) button.focus();
   }
   startTab();
-  refresh();
+  return refresh();
 }
 
 function startTab() {
@@ -260,8 +261,9 @@ async function start() {
   showHead();
   listen();
   showPicks();
-  showTab(goToPlace());
+  const drawn = showTab(goToPlace());
   showPicks();
+  await drawn;
   requestAnimationFrame(() => {
     document.documentElement.dataset.ready = "true";
     performance.mark("milepost-ready");

@@ -123,12 +123,11 @@ const reads = {
     return input;
   },
 
-  update() {
+  update({ keep = false } = {}) {
     this.guessCuts();
     if (byId("mesh-cuts").dataset.dims !== String(layout.tensor.shape.length)) this.showCuts();
     this.turn += 1;
-    this.chosen = -1;
-    byId("reads-detail").replaceChildren();
+    if (!keep) this.chosen = -1;
     try {
       if (this.isAll) whileBusy(() => this.workOut(this.turn));
       else {
@@ -167,7 +166,10 @@ const reads = {
     this.plans = plans;
     byId("mesh-problem").textContent = problem;
     byId("reads-body").hidden = !plans.length;
-    this.list.show(plans);
+    const chosen = plans.find((plan) => plan.rank === this.chosen) ?? null;
+    this.list.picked = chosen;
+    this.list.show(plans, { keep: chosen !== null });
+    this.showDetail(chosen);
     this.showSummary();
     const shown_ = Math.min(MOST_CELLS, plans.length);
     byId("reads-chart").style.height = `${Math.max(160, Math.min(440, 70 + 30 * shown_))}px`;
@@ -202,9 +204,14 @@ const reads = {
     this.chosen = row.rank;
     this.list.pick(row);
     if (!this.isAll) layout.showPiece(row.pieces[0]?.box);
-    const label = `Reads of rank ${row.rank}`;
-    byId("reads-detail").replaceChildren(...(this.isAll ? this.byFile(row, label) : this.byBox(row, label)));
+    this.showDetail(row);
     announce(`Rank ${row.rank} reads ${bytes(row.bytes)} from ${plural(sourcesOf(row).length, "file")}`);
+  },
+
+  showDetail(row) {
+    const label = `Reads of rank ${row?.rank}`;
+    const parts = row && (this.isAll ? this.byFile(row, label) : this.byBox(row, label));
+    byId("reads-detail").replaceChildren(...(parts ?? []));
   },
 
   byBox(row, label) {

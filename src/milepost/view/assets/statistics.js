@@ -52,16 +52,17 @@ const statistics = {
     const none = !data.record.statistics.length;
     byId("statistics-body").hidden = none;
     if (none) return this.note("No step has statistics. A save with statistics=True records them.");
-    const found = await data.statistics(step);
-    if (data !== view.data || step !== view.step) return; // something else was picked meanwhile
-    if (this.drawn !== found || !found) {
-      this.drawn = found;
+    const name = `${data.number}:${step}`;
+    if (this.drawn !== name) {
+      const found = await data.statistics(step);
+      if (data !== view.data || step !== view.step) return; // something else was picked meanwhile
+      this.drawn = name;
       this.found = found;
       this.rows = found ? this.rowsOf(data.shape(step)) : [];
-      this.show();
+      this.show({ keep: true });
     }
     this.note(
-      found ? "" : `Step ${data.label(step)} has no statistics in the page. The curves show the steps that have.`,
+      this.found ? "" : `Step ${data.label(step)} has no statistics in the page. The curves show the steps that have.`,
     );
     if (view.key === null) view.key = this.rows.length ? this.ordered()[0].key : (this.anyKey() ?? null);
     await this.showHistory();
@@ -107,9 +108,9 @@ const statistics = {
     this.show();
   },
 
-  show() {
+  show({ keep = false } = {}) {
     const rows = this.ordered();
-    this.list.show(rows);
+    this.list.show(rows, { keep });
     const odd = this.rows.filter((row) => row.nan || row.inf).length;
     const rounded = this.found && !this.found.exact ? "; rounded to four digits" : "";
     const state = odd ? `${whole(odd)} not finite` : "all finite";

@@ -59,7 +59,7 @@ const tensors = {
     return view.data.shape(view.step);
   },
 
-  async update() {
+  async update({ scroll }) {
     const { data, step } = view;
     const name = `${data.number}:${step}`;
     if (this.step !== name) {
@@ -72,7 +72,7 @@ const tensors = {
       this.search(this.query, { keep: isKnown });
       if (!isKnown) this.drawMap();
     }
-    this.showPicked();
+    this.showPicked(null, { scroll });
   },
 
   takeShape() {
@@ -224,7 +224,7 @@ const tensors = {
     }
   },
 
-  showPicked(leaf = null) {
+  showPicked(leaf = null, { scroll = false } = {}) {
     const { shape } = this;
     const host = byId("tensor-details");
     const index = view.key === null || !shape ? undefined : shape.index.get(view.key);
@@ -242,7 +242,7 @@ const tensors = {
       this.list.mark();
       return;
     }
-    this.list.pick({ node: picked.node }, { scroll: leaf === null });
+    this.list.pick({ node: picked.node }, { scroll });
     byId("tensor-heading").textContent = { tensor: "Tensor", value: "Value", per_rank: "Private values" }[picked.kind];
     host.replaceChildren(
       element("p", { class: "key-line" }, shown(picked.key)),

@@ -2,6 +2,7 @@
 
 const timeline = {
   metrics: [],
+  named: null,
   chosen: new Set(),
   phaseKind: "slowest",
   byNumber: false,
@@ -26,6 +27,9 @@ const timeline = {
     const found = new Set(view.data.steps.flatMap((step) => [...step.metrics.keys()]));
     this.metrics = [...this.metrics.filter((name) => found.has(name)), ...[...found].filter((one) => !known.has(one))];
     if (!known.size) this.chosen = new Set(this.metrics.slice(0, 3));
+    const names = this.metrics.join("\n");
+    if (names === this.named) return; // what has the focus there keeps it
+    this.named = names;
     const chips = byId("metric-choice");
     chips.hidden = this.metrics.length < 2;
     chips.replaceChildren(...this.metrics.slice(0, 24).map((name) => this.chip(name)));
@@ -65,11 +69,10 @@ const timeline = {
     });
   },
 
-  /** The columns of the table that have something to show. */
+  /** The columns of the table that have something to show. They show whatever data there is. */
   columns() {
-    const { data } = view;
-    const { steps } = data;
-    const has = (test) => steps.some(test);
+    const at = (i) => view.data.steps[i];
+    const has = (test) => view.data.steps.some(test);
     const [metric] = this.metrics;
     const sized = (name, worth, cell, more = {}) => ({
       name,
@@ -79,22 +82,22 @@ const timeline = {
       cell,
       ...more,
     });
-    const time = (i) => totalOf(steps[i], "slowest");
+    const time = (i) => totalOf(at(i), "slowest");
     const columns = [
-      sized("step", (i) => i, data.label.bind(data), { width: "minmax(50px, 0.8fr)" }),
-      { name: "state", width: "minmax(88px, 1fr)", cell: (i) => stateMark(steps[i]) },
+      sized("step", (i) => i, (i) => view.data.label(i), { width: "minmax(50px, 0.8fr)" }),
+      { name: "state", width: "minmax(88px, 1fr)", cell: (i) => stateMark(at(i)) },
       sized(
         "size",
-        (i) => steps[i].size_bytes,
-        (i) => bytes(steps[i].size_bytes || null),
+        (i) => at(i).size_bytes,
+        (i) => bytes(at(i).size_bytes || null),
       ),
     ];
-    if (data.record.changes.length)
+    if (view.data.record.changes.length)
       columns.push(
         sized(
           "new",
-          (i) => data.newBytes(i),
-          (i) => bytes(data.newBytes(i)),
+          (i) => view.data.newBytes(i),
+          (i) => bytes(view.data.newBytes(i)),
         ),
       );
     if (has((step) => step.phases.length)) columns.push(sized("save", time, (i) => seconds(time(i))));
@@ -102,8 +105,8 @@ const timeline = {
       columns.push(
         sized(
           shortened(metric, 14),
-          (i) => steps[i].metrics.get(metric),
-          (i) => number(steps[i].metrics.get(metric)),
+          (i) => at(i).metrics.get(metric),
+          (i) => number(at(i).metrics.get(metric)),
         ),
       );
     if (has((step) => step.kept.length))
@@ -111,21 +114,21 @@ const timeline = {
         name: "kept because",
         class: "soft",
         width: "minmax(110px, 2.2fr)",
-        cell: (i) => shortened(steps[i].kept.join(", ") || "–", 80),
-        title: (i) => shown(steps[i].kept.join(", ")),
+        cell: (i) => shortened(at(i).kept.join(", ") || "–", 80),
+        title: (i) => shown(at(i).kept.join(", ")),
       });
     if (has((step) => step.verified))
       columns.push({
         name: "verified",
         class: "num soft",
         width: "minmax(76px, 1fr)",
-        cell: (i) => verifiedText(steps[i]),
+        cell: (i) => verifiedText(at(i)),
       });
     columns.push({
       name: "age",
       class: "num soft",
       width: "minmax(46px, 0.7fr)",
-      cell: (i) => age(steps[i].created, data.now),
+      cell: (i) => age(at(i).created, view.data.now),
     });
     return columns;
   },
@@ -163,8 +166,12 @@ const timeline = {
   /** The same with other data: what is chosen and where the table stands stays. */
   renew() {
     this.findMetrics();
-    this.sorted = null;
-    this.list.setColumns(this.columns());
+    const columns = this.columns();
+    const names = (some) => some.map((column) => column.name).join("\n");
+    if (names(columns) !== names(this.list.options.columns)) {
+      this.sorted = null;
+      this.list.setColumns(columns);
+    }
     this.showList({ keep: true });
   },
 
@@ -172,11 +179,11 @@ const timeline = {
     if (view.data.record.is_run) this.chart.showLegend();
   },
 
-  update() {
+  update({ scroll }) {
     showTiles();
     showStep();
     if (!view.data.record.is_run) return;
-    this.list.pick(view.step);
+    this.list.pick(view.step, { scroll });
     const host = byId("timeline-chart");
     host.setAttribute("aria-valuemin", 0);
     host.setAttribute("aria-valuemax", Math.max(0, view.data.steps.length - 1));

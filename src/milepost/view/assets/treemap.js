@@ -47,7 +47,7 @@ class TreeMap {
   }
 
   onClick(event) {
-    const node = Number(event.data?.id);
+    const node = Number(event.data?.id || NaN); // the box of the rest has none
     if (!Number.isInteger(node)) return;
     if (this.shape.isLeaf(node)) this.look.pick(node);
     else this.goTo(node);
@@ -120,6 +120,7 @@ class TreeMap {
       series: [
         {
           type: "treemap",
+          animation: false, // said here: the map heeds no other; a click on boxes that move would hit another one
           data: this.grow(root, clientWidth * clientHeight, 0),
           left: 0,
           right: 0,
