@@ -191,7 +191,9 @@ def test_no_permission_is_told(run, open_folder):
     assert [row.split()[1] for row in done.lines[1:5]] == ["whole"] * 3 + ["unreadable"]
     for shard in files_of(copied, 300):
         shard.chmod(0o000)
-    assert "Permission denied" in process("verify", copied / "step-0000000300", code=OTHER_USER).out
+    done = process("verify", copied / "step-0000000300", code=OTHER_USER)
+    assert (done.status, done.out.split()[0]) == (5, "unreadable")
+    assert "Permission denied" in done.out
     done = process("prune", copied, "--keep-last", "1", "--yes", code=OTHER_USER)
     assert done.status == 5
     assert len(list(copied.iterdir())) == 4
