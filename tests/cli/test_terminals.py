@@ -102,6 +102,21 @@ def test_terminal_of_few_letters_gets_all_text(nasty):
     assert "wide \\u6f22\\u5b57" in done.out
 
 
+def test_streams_that_cannot_be_written_change_no_status(run, tmp_path):
+    nothing = tmp_path / "nothing"
+    for streams, line, status in (
+        ("<&- >&- 2>&-", ["ls", run], 0),
+        ("2>/dev/full", ["show", run], 0),
+        ("2>&-", ["ls", nothing], 3),
+        ("2>/dev/full", ["diff", run, nothing], 3),
+        (">/dev/full", ["ls", run], 5),
+    ):
+        script = f"{subprocess.list2cmdline(command(*line))} {streams}"
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), check=False)
+        assert done.returncode == status, (script, done)
+        assert "Traceback" not in done.stderr
+
+
 def test_pipe_that_nobody_reads_is_no_error(nasty):
     line = subprocess.list2cmdline([*command("show", nasty.parent), "--flat"])
     script = f"set -o pipefail; {line} | head -1; echo ${{PIPESTATUS[0]}}"

@@ -4,6 +4,7 @@ Click and not Typer: Typer is made of click, and takes as long again to import. 
 file only.
 """
 
+import contextlib
 import importlib
 import io
 import os
@@ -86,9 +87,7 @@ def milepost(ctx: click.Context) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status. An error is one line on stderr."""
     session = Session()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that knows few letters still gets all text
+    _prepare_streams()
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments), session)
         sys.stdout.flush()
@@ -97,7 +96,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.complain(error, _advised(error))
         return Status.USAGE
     except (KeyboardInterrupt, click.Abort):
-        sys.stderr.write("\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write("\n")
         return Status.INTERRUPTED
     except BrokenPipeError:
         # Nobody reads on. What is still buffered must not raise again while Python ends.
@@ -108,6 +108,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         fault = f"a fault of Milepost, please report it: {type(error).__name__}: " if status is Status.FAULT else ""
         session.complain(error, fault + one_line(error))
         return status
+
+
+def _prepare_streams() -> None:
+    """Make every stream one that can be used: a caller may have closed some."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows few letters still gets all text
 
 
 def _run(arguments: list[str], session: Session) -> int:

@@ -102,7 +102,8 @@ def is_terminal() -> bool:
 
 def remark(text: str) -> None:
     """Say something on stderr that is no result."""
-    sys.stderr.write(f"milepost: {printable(text)}\n")
+    with contextlib.suppress(OSError):  # nobody reads stderr
+        sys.stderr.write(f"milepost: {printable(text)}\n")
 
 
 @contextlib.contextmanager

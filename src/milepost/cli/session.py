@@ -1,5 +1,6 @@
 """What one run of the command line knows: whether to write JSON, whether to show tracebacks, and the terminal."""
 
+import contextlib
 import sys
 import traceback
 from dataclasses import dataclass
@@ -16,9 +17,10 @@ class Session:
 
     def complain(self, error: BaseException, line: str) -> None:
         """Say in one line on stderr what went wrong; with `--debug` after the traceback."""
-        if self.debug:
-            traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.write(f"milepost: {line}\n")
+        with contextlib.suppress(OSError):  # the status tells, where nobody reads stderr
+            if self.debug:
+                traceback.print_exception(error, file=sys.stderr)
+            sys.stderr.write(f"milepost: {line}\n")
 
 
 def told_to_debug(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:
