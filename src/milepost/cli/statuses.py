@@ -1,6 +1,7 @@
 """How a command ends: its exit status, and an error in one line."""
 
 import enum
+import os
 import re
 
 from milepost.cli.escape import printable
@@ -47,9 +48,19 @@ def status_of(error: BaseException) -> Status:
     return next((status for kinds, status in _OF_ERRORS if isinstance(error, kinds)), Status.FAULT)
 
 
+def _told_by_system(error: OSError) -> str:
+    """What an error of the operating system says: where, what, and what to do. Ours say it themselves."""
+    if isinstance(error, CheckpointError) or not error.strerror:
+        return str(error)
+    from milepost.store.advice import explain  # noqa: PLC0415  # not for --help
+
+    where = "" if isinstance(error.filename, int) else os.fsdecode(error.filename or "")
+    return f"{where}: {explain(error)}" if where else explain(error)
+
+
 def one_line(error: BaseException) -> str:
     """What an error says, in one line that is safe to show on a terminal."""
-    text = str(error.strerror or error) if type(error) is OSError else str(error)
+    text = _told_by_system(error) if isinstance(error, OSError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = " ".join(line if line.endswith(_ENDS) else f"{line};" for line in lines).removesuffix(";")
     words = words.replace("rename={key: None}", "--without KEY")

@@ -5,6 +5,7 @@ A run is a folder with checkpoints in it, one in each folder, however they are n
 
 import contextlib
 import math
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -156,7 +157,7 @@ def look_at(path: Location, seen: SeenSteps | None = None) -> PlaceSummary:
     `seen`: of an earlier look at the same place.
     """
     store, now = store_at(path), datetime.now(UTC)
-    if isinstance(store, LocalStore) and store.root.is_file():
+    if isinstance(store, LocalStore) and os.path.isfile(store.root):
         return PlaceSummary(url=store.url, kind="checkpoint", steps=(_aged(_opened(store, "").summary, now),))
     names = names_at(store)
     own = _look(store, "", names) if names else None
@@ -190,7 +191,7 @@ def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
     A place with a checkpoint of its own is no run here. Looks at as few steps as it can. Raises CheckpointNotFound if
     no step is whole.
     """
-    if not _lists_folders(root) or (isinstance(root, LocalStore) and root.root.is_file()):
+    if not _lists_folders(root) or (isinstance(root, LocalStore) and os.path.isfile(root.root)):
         return None
     names = names_at(root)
     files = {name for name in names if not name.endswith("/")}
