@@ -3,6 +3,7 @@
 import enum
 import os
 import re
+from collections.abc import Iterable
 
 from milepost.cli.escape import printable
 from milepost.errors import (
@@ -16,7 +17,7 @@ from milepost.errors import (
 
 _MAX_LETTERS = 2000
 _ENDS = (".", ":", ";", ",", "?", "!")
-_KEYWORD = re.compile(r"\b(overwrite|allow_pickle|drop_values)=True\b")
+_KEYWORD = re.compile(r"\b(overwrite|allow_pickle|drop_values)=True\b(?: \(--[a-z-]+\))?")
 _GENERATION = re.compile(r"milepost\.store\.AtGeneration\('([^']*)', ([0-9]+)\)")
 """What the library's messages advise to pass in Python, which the command line spells otherwise."""
 
@@ -46,6 +47,12 @@ _OF_ERRORS: list[tuple[type[Exception] | tuple[type[Exception], ...], Status]] =
 def status_of(error: BaseException) -> Status:
     """The exit status of a command that this error ended."""
     return next((status for kinds, status in _OF_ERRORS if isinstance(error, kinds)), Status.FAULT)
+
+
+def worst(statuses: Iterable[Status]) -> Status:
+    """The status of a command that did several things: damage first, else the highest."""
+    found = set(statuses)
+    return Status.DAMAGED if Status.DAMAGED in found else max(found, default=Status.FINE)
 
 
 def _told_by_system(error: OSError) -> str:
