@@ -88,7 +88,32 @@ def test_steps_never_finished_are_not_read(copied):
     assert len(fine("verify", copied).lines) == 2
     for step in (300, 400):
         (copied / f"step-0000000{step}" / manifest_name(1)).unlink()
-    assert "no save was finished" in refused(3, "verify", copied)
+    done = milepost("verify", copied)
+    assert (done.status, done.out.split()[0]) == (3, "missing")
+    assert "no save was finished" in done.out
+
+
+def test_places_beside_a_bad_one_are_verified(copied, tmp_path):
+    flip(files_of(copied, 200)[0], 7)
+    library.save({"w": torch.ones(3)}, tmp_path / "begun" / "step-1")
+    (tmp_path / "begun" / "step-1" / manifest_name(1)).unlink()
+    (tmp_path / "file").write_text("x")
+    done = milepost("verify", tmp_path / "begun", tmp_path / "file" / "below", copied / "step-0000000200")
+    assert (done.status, done.err) == (4, "")
+    assert [line.split()[0] for line in done.lines if line[0] != " "] == ["missing", "unreadable", "damaged"]
+
+
+def test_step_that_is_removed_meanwhile_is_told_and_is_no_error(copied):
+    code = (
+        "import shutil, milepost.cli.commands.verify as verify\n"
+        "listed = verify.checkpoints_at\n"
+        "def then_removed(root):\n"
+        f"    found = listed(root); shutil.rmtree({str(copied / 'step-0000000100')!r}); return found\n"
+        "verify.checkpoints_at = then_removed"
+    )
+    done = process("verify", copied, code=code)
+    assert (done.status, done.err) == (0, "")
+    assert [line.split()[0] for line in done.lines] == ["removed", *["whole"] * 3]
 
 
 def test_what_is_verified_can_be_noted(copied, tmp_path):

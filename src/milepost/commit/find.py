@@ -89,6 +89,11 @@ def is_there(store: Store, generation: int) -> bool:
         return True
 
 
+def is_current(store: Store, generation: int) -> bool:
+    """Whether this generation is still the newest: it was neither replaced nor removed since it was opened."""
+    return newest_generation(store) == generation and is_there(store, generation)
+
+
 def is_committed(store: Store, generation: int) -> bool:
     """Whether this generation is committed, or a newer one is. The listing may be old, so the name is tried, too."""
     if newest_generation(store) >= generation:

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.commit.find import is_current
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.data.read import Damage
@@ -23,8 +24,12 @@ from milepost.inspection.runs import look_at, place_of_step
 from milepost.inspection.verified import record_verified
 from milepost.store import Location, Store
 
-VerifiedState = Literal["whole", "damaged", "missing", "unreadable"]
-"""`missing`: there is no checkpoint. `unreadable`: it may be whole, but not for us: no permission, or newer."""
+VerifiedState = Literal["whole", "damaged", "missing", "unreadable", "removed"]
+"""`missing`: there is no checkpoint. `unreadable`: it may be whole, but not for us: no permission, or newer.
+`removed`: a step of a run that was removed before it was read through.
+"""
+_TRIES = 4
+"""How often a checkpoint is opened because a newer save replaced the one that was read, as a load does."""
 
 
 class DamagedBox(msgspec.Struct, frozen=True):
@@ -81,19 +86,30 @@ def checkpoints_at(path: Location) -> Sequence[Store]:
 def verify_one(place: Store, progress: Watcher | None = None, *, record: bool = False) -> VerifiedCheckpoint:
     """Read and check all of one checkpoint. Raises nothing for what may be wrong with it: `state` says it.
 
-    `record`: if it is whole, note beside it that it was verified now. Raises InvalidRequest for what is only read.
+    What a newer save replaces meanwhile is given up, and that save is read. `record`: if it is whole, note beside it
+    that it was verified now. Raises InvalidRequest for what is only read.
     """
     try:
-        with open_checkpoint(place) as checkpoint:
-            return _verified(checkpoint, place, progress, record)
-    except InvalidRequest:
-        raise
-    except CheckpointNotFound as error:
-        return VerifiedCheckpoint(url=place.url, state="missing", reason=str(error))
-    except (CheckpointDamaged, UnsafeCheckpoint) as error:
-        return VerifiedCheckpoint(url=place.url, state="damaged", reason=str(error))
+        for left in reversed(range(_TRIES)):
+            with open_checkpoint(place) as checkpoint:
+                found = _verified(checkpoint, place, progress, record)
+                same = not checkpoint.generation or is_current(place, checkpoint.generation)
+                if found.state == "whole" or same or not left:
+                    return found
     except CheckpointError as error:
-        return VerifiedCheckpoint(url=place.url, state="unreadable", reason=str(error))
+        return unverified(place, error)
+    raise AssertionError
+
+
+def unverified(place: Store, error: CheckpointError) -> VerifiedCheckpoint:
+    """What is told of a checkpoint that could not be opened or read. Raises the error if it tells of a wrong use."""
+    if isinstance(error, InvalidRequest):
+        raise error
+    damaged = isinstance(error, (CheckpointDamaged, UnsafeCheckpoint))
+    state: VerifiedState = "damaged" if damaged else "unreadable"
+    return VerifiedCheckpoint(
+        url=place.url, state="missing" if isinstance(error, CheckpointNotFound) else state, reason=str(error)
+    )
 
 
 def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, record: bool) -> VerifiedCheckpoint:
