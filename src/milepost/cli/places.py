@@ -12,7 +12,7 @@ from milepost.cli.output import remark
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import newest_step
-from milepost.store import LocalStore, Store
+from milepost.store import AtGeneration, LocalStore, Store
 
 
 class PlaceType(click.Path):
@@ -68,6 +68,7 @@ def one_at(path: str) -> Store:
 
 def where_to_look(place: Store) -> str:
     """What to do where there is no checkpoint; begins with a space, or is empty."""
+    place = place.inner if isinstance(place, AtGeneration) else place
     if not isinstance(place, LocalStore):
         return " Is the path right?"
     above = os.path.dirname(place.url)
