@@ -108,7 +108,7 @@ def test_web_is_read(run, step, formats):
         assert milepost("diff", place, step).status == 0
         assert "only read" in refused(2, "verify", place, "--record")
         assert "only read" in refused(2, "convert", step, place)
-        refused(3, "show", f"{web.url}/nothing")
+        assert "of the file itself. Is the path right?" in refused(3, "show", f"{web.url}/nothing")
     with Web(formats) as web:
         assert json.loads(fine("ls", f"{web.url}/torch", "--json").out)["steps"][0]["format"] == "torch"
 

@@ -11,7 +11,7 @@ from milepost.cli.blocks import Block, Cell, Style, line
 from milepost.cli.command import command as make_command
 from milepost.cli.escape import shown
 from milepost.cli.output import print_record, progress_shown, remark, write
-from milepost.cli.places import PLACE, where_to_look
+from milepost.cli.places import PLACE, advised
 from milepost.cli.session import Session
 from milepost.cli.statuses import Status, worst
 from milepost.errors import CheckpointError
@@ -78,7 +78,7 @@ def _verified_at(root: Store, record: bool) -> Iterator[VerifiedCheckpoint]:
         with progress_shown() as bar:
             one = verify_one(place, bar, record=record)
         if one.state == "missing" and place is root:
-            one = msgspec.structs.replace(one, reason=f"{one.reason}{where_to_look(place)}")
+            one = msgspec.structs.replace(one, reason=advised(one.reason, place))
         elif one.state == "missing":
             one = msgspec.structs.replace(one, state="removed")
         yield one
