@@ -1,5 +1,6 @@
 """`milepost view`."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -83,7 +84,9 @@ def command(
             raise InvalidRequest("--serve writes no file; leave out --output")
         return _serve(session, path, wanted, port, opens)
     target = Path(output) if output is not None else Path(f"milepost-{_name(path)}.html")
-    if target.exists() and not force and not is_page(target):
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise InvalidRequest(f"{target} is not a file, and cannot be replaced by one; use another --output")
+    if os.path.exists(target) and not force and not is_page(target):
         raise InvalidRequest(
             f"{target} is not a page of Milepost and would be replaced; use --force, or another --output"
         )
