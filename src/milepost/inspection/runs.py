@@ -16,7 +16,7 @@ import msgspec
 
 from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
-from milepost.commit.find import generations_in, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, intended_generation, unseal_brief
 from milepost.errors import (
@@ -392,12 +392,21 @@ def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
     def look(i: int) -> StepSummary:
         manifest = seen[i].manifest
         assert manifest is not None
-        return _looked(seen[i].summary, lambda: look_at_files(seen[i].place, manifest))
+        found = _looked(seen[i].summary, lambda: look_at_files(seen[i].place, manifest))
+        is_stale = found.state == "damaged" and not is_current(seen[i].place, manifest.generation)
+        return _again(seen[i]) if is_stale else found
 
     # In a file system, `look_at_files` itself looks for several files at once.
     found = each(root, look, chosen) if root.traits.is_current else list(map(look, chosen))
     looked = dict(zip(chosen, found, strict=True))
     return [_Inspected(looked.get(i, one.summary), one.place, one.manifest) for i, one in enumerate(seen)]
+
+
+def _again(one: _Inspected) -> StepSummary:
+    """What is there now, where a checkpoint was replaced or removed between the looks at its manifest and its files."""
+    found = _look(one.place, "" if one.summary.name == "." else one.summary.name, None)
+    gone = msgspec.structs.replace(one.summary, state="removed", reason="it was removed a moment ago")
+    return gone if found is None else found.summary
 
 
 def _looked(summary: StepSummary, look: Callable[[], object]) -> StepSummary:
