@@ -218,6 +218,21 @@ def test_a_marker_that_another_remover_sweeps_away_is_no_error(has_removed_all):
     assert list(store.list("")) == []
 
 
+def test_a_step_that_is_removed_before_the_marker_is_made_is_not_found():
+    class Removed(CountingStore):
+        listings = 0
+
+        def before(self, number, call):
+            self.listings += call == "list "
+            if self.listings == 2:
+                remove_checkpoint(self.inner)
+
+    store = MemoryStore()
+    milepost.save(state(1), store)
+    with pytest.raises(CheckpointNotFound, match="by another job"):
+        remove_checkpoint(Removed(store))
+
+
 def test_a_late_remover_does_not_take_another_saves_manifest():
     """Its marker and the manifest are of one generation, but not of one save."""
     place = MemoryStore()

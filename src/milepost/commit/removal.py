@@ -58,7 +58,10 @@ def _remove(place: Store, operation: Operation) -> str:
     generation, data, _, names = newest(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest, names)
-    if generations_in(place, names_at(place)) != [generation]:
+    there = generations_in(place, names_at(place))
+    if not there:
+        raise CheckpointNotFound(f"{place.url} was removed by another job")
+    if there != [generation]:
         raise StorageError(f"{place.url} is being saved to, or older manifests there cannot be deleted; it stays")
     marker = _mark(place, generation, manifest.save_id)
     if place.traits.is_current:  # the manifest is the one that was read: its number is not used again
