@@ -51,6 +51,17 @@ def test_plain_terminal_gets_plain_text(further, run):
     assert done.out.startswith("STEP")
 
 
+def test_plain_terminal_gets_no_progress(run, tmp_path):
+    slow = "import milepost.cli.output as output; output.MOMENT_S = 0.0"
+    for term, drawn in (("dumb", False), ("xterm", True)):
+        line = ["view", run, "-o", tmp_path / "page.html"]
+        done = on_terminal(*line, code=slow, TERM=term, NO_COLOR="1")
+        assert done.status == 0
+        assert (ESCAPE in done.out, "reading step" in done.out) == (drawn, drawn)
+        assert done.out.endswith(f"wrote {tmp_path / 'page.html'}: 4 steps, {done.out.rpartition(', ')[2]}")
+        assert ESCAPE not in on_terminal(*line, TERM=term, NO_COLOR="1").out
+
+
 def test_pipe_gets_plain_text_of_any_width(nasty, run):
     assert ESCAPE not in process("ls", run, COLUMNS="20").out
     row = next(line for line in fine("show", nasty).lines if line.startswith("xxx"))

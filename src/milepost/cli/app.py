@@ -77,7 +77,7 @@ def milepost(ctx: click.Context) -> int:
     """Look into checkpoints; compare, check and copy them; tidy runs up.
 
     A place is a path or a URL, and holds a checkpoint of Milepost, of torch.distributed.checkpoint, of torch.save, or
-    safetensors files. Every command takes --json, and --debug for the traceback of an error.
+    safetensors files. Commands take --json, and --debug for the traceback of an error.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)

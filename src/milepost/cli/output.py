@@ -35,7 +35,8 @@ _COLOURS: dict[Style, dict[str, Any]] = {
 }
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
 _MIN_WIDTH = 20
-_MOMENT_S = 0.5
+MOMENT_S = 0.5
+"""What takes longer tells how far it is."""
 
 
 def print_record(record: msgspec.Struct, as_json: bool, text: Callable[[], Iterable[Block]]) -> None:
@@ -151,7 +152,7 @@ class _LateBar:
         self._bar: ProgressBar | None = None
 
     def __call__(self, progress: "Progress") -> None:
-        if self._bar is None and (progress.finished or progress.seconds < _MOMENT_S):
+        if self._bar is None and (progress.finished or progress.seconds < MOMENT_S):
             return
         if self._bar is None:
             from milepost.data.progress_bar import ProgressBar  # noqa: PLC0415  # brings rich
