@@ -88,6 +88,7 @@ def test_nothing_from_a_checkpoint_reaches_the_terminal(nasty):
         ["explain", nasty, "--ranks", "2"],
         ["prune", nasty.parent, "--keep-last", "1", "--dry-run"],
         ["show", nasty, "\x1b[31mno such key\x9b"],
+        ["show", nasty.parent / "nothing\x1b[31m", "--debug"],
         ["\x1b[31mcommand"],
     )
     for line in lines:

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import click
 
+from milepost.cli.escape import printable
+
 
 @dataclass
 class Session:
@@ -19,7 +21,8 @@ class Session:
         """Say in one line on stderr what went wrong; with `--debug` after the traceback."""
         with contextlib.suppress(OSError):  # the status tells, where nobody reads stderr
             if self.debug:
-                traceback.print_exception(error, file=sys.stderr)
+                trace = "".join(traceback.format_exception(error))
+                sys.stderr.writelines(f"{printable(one)}\n" for one in trace.splitlines())
             sys.stderr.write(f"milepost: {line}\n")
 
 
