@@ -72,6 +72,15 @@ def test_files_that_are_not_as_saved_are_named(what, told, copied):
     assert told in line
 
 
+def test_damage_in_a_file_of_another_library_names_it_once(tmp_path):
+    torch.save({"w": torch.arange(10_000.0)}, tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    data[20_000] ^= 1
+    (tmp_path / "file.pt").write_bytes(data)
+    done = milepost("verify", tmp_path / "file.pt")
+    assert (done.status, done.lines[1].split(";")[0]) == (4, "  file.pt: the bytes of 'w' are not what was saved")
+
+
 def test_statuses_tell_the_worst(run, copied, tmp_path):
     assert milepost("verify", run, tmp_path / "nothing").status == 3
     (copied / "step-0000000100" / manifest_name(1)).write_bytes(b"{")

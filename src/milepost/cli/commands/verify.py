@@ -102,9 +102,10 @@ def _blocks(one: VerifiedCheckpoint) -> Iterator[Block]:
 
 def _reason(url: str, place: DamagedPlace) -> str:
     """What is wrong, without the names that stand beside it."""
-    where = f"{url}/{place.file}"
     reason = place.reason.partition("; they hold ")[0]
-    return reason.replace(f"{where}: ", "").removeprefix(f"{where} ")
+    for where in (f"{url}/{place.file}", url):  # the place of one file is that file
+        reason = reason.replace(f": {where}: ", ": ").removeprefix(f"{where}: ").removeprefix(f"{where} ")
+    return reason
 
 
 def _box_words(box: DamagedBox) -> str:
