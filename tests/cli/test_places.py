@@ -108,6 +108,7 @@ def test_web_is_read(run, step, formats):
         assert milepost("diff", place, step).status == 0
         assert "only read" in refused(2, "verify", place, "--record")
         assert "only read" in refused(2, "convert", step, place)
+        assert "only read" in refused(2, "prune", f"{web.url}/{run.name}", "--keep-last", "1", "--yes")
         assert "of the file itself. Is the path right?" in refused(3, "show", f"{web.url}/nothing")
     with Web(formats) as web:
         assert json.loads(fine("ls", f"{web.url}/torch", "--json").out)["steps"][0]["format"] == "torch"

@@ -18,6 +18,7 @@ from milepost.inspection.pruning import PrunedStep, Pruning, plan_pruning, prune
 from milepost.steps.names import OWN_NAMES
 from milepost.steps.retention import Rule
 from milepost.store import store_at
+from milepost.store.read_only import refuse_read_only
 
 _COLUMNS = [Column("STEP", right=True), Column(""), Column("SIZE", right=True), Column("WHY")]
 _COUNT = click.IntRange(min=1)
@@ -63,6 +64,8 @@ def command(
     if not dry_run and not yes and not sys.stdin.isatty():
         raise InvalidRequest("there is no terminal to ask on; pass --yes to remove, or --dry-run to look")
     place = store_at(path)
+    if not dry_run:
+        refuse_read_only(place)  # before a look that may take a while
     with advising(place):
         plan = plan_pruning(place, rule, unfinished=unfinished, names=names)
     if dry_run:
