@@ -108,7 +108,8 @@ def test_numbers_that_are_none_are_null(holds, tmp_path):
 def test_path_that_is_no_text_is_json(schemas, step, tmp_path):
     place = str(tmp_path / "\udcff")
     shutil.copytree(step, place)
-    for line in (["ls", place], ["show", place], ["verify", place]):
+    looks = ["ls", place], ["show", place], ["verify", place], ["view", place, "-o", tmp_path / "page.html"]
+    for line in (*looks, ["convert", place, f"{place}.pt"]):
         done = process(*line, "--json")
         jsonschema.validate(json.loads(done.out), schemas[line[0]])
         assert "\\udcff" in done.out

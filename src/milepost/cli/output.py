@@ -19,6 +19,7 @@ import msgspec
 from milepost.cli.blocks import Block, Cell, Line, Style, cell_of
 from milepost.cli.escape import printable
 from milepost.cli.fit import rows_of
+from milepost.core.plain_json import plain_json
 
 if TYPE_CHECKING:
     from milepost.data.progress_bar import ProgressBar
@@ -50,19 +51,8 @@ def print_record(record: msgspec.Struct, as_json: bool, text: Callable[[], Itera
 
 def json_of(record: msgspec.Struct) -> str:
     """A record as indented JSON. NaN is null. What could move a cursor or turn text round is escaped."""
-    try:
-        text = msgspec.json.format(msgspec.json.encode(record)).decode()
-    except UnicodeEncodeError:  # a path that is no text, as file systems permit
-        text = msgspec.json.format(msgspec.json.encode(_as_text(msgspec.to_builtins(record)))).decode()
+    text = msgspec.json.format(plain_json(record)).decode()
     return _UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_as_text(name): _as_text(inner) for name, inner in value.items()}
-    return [_as_text(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def write(block: Block, stream: TextIO) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import msgspec
 
+from milepost.core.plain_json import plain_json
 from milepost.errors import StorageError
 from milepost.store import Location
 from milepost.store.advice import explain
@@ -127,7 +128,7 @@ def data_of(page: Page) -> dict[str, bytes]:
     """What the page shows, as base64 of deflated bytes: `page` is JSON, the other two are columns."""
     rows = msgspec.structs.replace(page, statistics_bytes=b"", changes_bytes=b"")
     contents = {
-        "page": msgspec.json.encode(rows),
+        "page": plain_json(rows),
         "statistics": page.statistics_bytes,
         "changes": page.changes_bytes,
     }

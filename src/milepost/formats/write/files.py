@@ -66,7 +66,7 @@ class FolderPlan:
         """Equal on two ranks if they would write the same files in the same way."""
         hasher = xxhash.xxh3_128()
         for file in self.files:
-            hasher.update(f"{file.name}:{file.size_bytes}\n".encode())
+            hasher.update(os.fsencode(f"{file.name}:{file.size_bytes}\n"))
             for start, size, data in file.pieces:
                 hasher.update(b"%d %d" % (start, size))
                 hasher.update(data if isinstance(data, bytes) else b"")
