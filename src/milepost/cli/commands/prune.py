@@ -101,6 +101,9 @@ def _staying(pruning: Pruning) -> str:
 
 
 def _row(step: PrunedStep, pruning: Pruning) -> list[Cell | str]:
-    gone = step.step in pruning.removed
-    verb = Cell("removed" if pruning.done else "remove", "bad") if gone else Cell("keep", "good")
-    return [Cell(str(step.step), "bold"), verb, words.size(step.file_bytes), ", ".join(step.why)]
+    if step.step in pruning.removed:
+        verb = Cell("removed" if pruning.done else "remove", "bad")
+    else:
+        verb = Cell("left", "warn") if step.step in pruning.left else Cell("keep", "good")
+    why = "could not be removed" if step.step in pruning.left else ", ".join(step.why)
+    return [Cell(str(step.step), "bold"), verb, words.size(step.file_bytes), why]
