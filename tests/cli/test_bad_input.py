@@ -199,6 +199,12 @@ def test_no_permission_is_told(run, open_folder):
     done = process("prune", copied, "--keep-last", "1", "--yes", code=OTHER_USER)
     assert done.status == 5
     assert len(list(copied.iterdir())) == 4
+    place.chmod(0o755)
+    done = process("prune", copied, "--keep-last", "1", "--yes", code=OTHER_USER)
+    assert (done.status, [row.split()[1] for row in done.lines[1:5]]) == (5, ["left"] * 3 + ["keep"])
+    done = process("verify", copied / "step-0000000100", "--record", code=OTHER_USER)
+    assert (done.status, done.out.split()[0]) == (5, "whole")
+    assert "not noted: cannot create" in done.err
 
 
 def test_target_that_cannot_be_written_is_told(step, tmp_path):

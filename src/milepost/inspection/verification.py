@@ -17,6 +17,7 @@ from milepost.errors import (
     CheckpointError,
     CheckpointNotFound,
     InvalidRequest,
+    StorageError,
     UnsafeCheckpoint,
 )
 from milepost.inspection.place import place_at
@@ -49,7 +50,10 @@ class DamagedPlace(msgspec.Struct, frozen=True):
 
 
 class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look at every byte of one checkpoint found. `recorded`: when that was noted beside it, if it was."""
+    """What a look at every byte of one checkpoint found.
+
+    `recorded`: when that was noted beside it, if it was. `not_recorded`: why that could not be written.
+    """
 
     url: str
     state: VerifiedState
@@ -60,6 +64,7 @@ class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     damages: tuple[DamagedPlace, ...] = ()
     recorded: str | None = None
+    not_recorded: str = ""
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -92,10 +97,10 @@ def verify_one(place: Store, progress: Watcher | None = None, *, record: bool = 
     try:
         for left in reversed(range(_TRIES)):
             with open_checkpoint(place) as checkpoint:
-                found = _verified(checkpoint, place, progress, record)
-                same = not checkpoint.generation or is_current(place, checkpoint.generation)
-                if found.state == "whole" or same or not left:
-                    return found
+                found, generation = _verified(checkpoint, progress), checkpoint.generation
+                is_done = not left or not generation or (found.state == "whole" and not record)
+                if is_done or is_current(place, generation):
+                    return _noted(found, place, generation) if record else found
     except CheckpointError as error:
         return unverified(place, error)
     raise AssertionError
@@ -112,11 +117,20 @@ def unverified(place: Store, error: CheckpointError) -> VerifiedCheckpoint:
     )
 
 
-def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, record: bool) -> VerifiedCheckpoint:
+def _noted(found: VerifiedCheckpoint, place: Store, generation: int) -> VerifiedCheckpoint:
+    """The same, with a note of it beside a whole checkpoint of ours."""
+    if found.state != "whole" or not generation:
+        return found
+    try:
+        return msgspec.structs.replace(found, recorded=record_verified(place, generation))
+    except StorageError as error:
+        return msgspec.structs.replace(found, not_recorded=str(error))
+
+
+def _verified(checkpoint: Checkpoint, progress: Watcher | None) -> VerifiedCheckpoint:
     started = time.monotonic()
     found = checkpoint.verify(progress=progress)
     seconds = time.monotonic() - started
-    noted = record_verified(place, checkpoint.generation) if record and found.ok and checkpoint.generation else None
     return VerifiedCheckpoint(
         url=checkpoint.url,
         state="whole" if found.ok else "damaged",
@@ -125,7 +139,6 @@ def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, re
         bytes_read=found.bytes_read,
         seconds=round(seconds, 6),
         damages=tuple(_placed(checkpoint, found.damages)),
-        recorded=noted,
     )
 
 

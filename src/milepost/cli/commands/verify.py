@@ -62,9 +62,12 @@ def command(session: Session, paths: tuple[str, ...], record: bool) -> Status:
             sys.stdout.flush()  # a long run tells as it goes
     if session.json:
         print_record(VerifyReport(tuple(found)), True, lambda: ())
-    if record and any(one.state == "whole" and one.recorded is None for one in found):
+    unwritten = [one.not_recorded for one in found if one.not_recorded]
+    for why in unwritten:
+        remark(f"not noted: {why}")
+    if record and any(one.state == "whole" and one.recorded is None and not one.not_recorded for one in found):
         remark("not noted where another library saved: it has no place for that")
-    return worst(_STATES[one.state][1] for one in found)
+    return worst([*(_STATES[one.state][1] for one in found), *[Status.STORAGE] * bool(unwritten)])
 
 
 def _verified_at(root: Store, record: bool) -> Iterator[VerifiedCheckpoint]:
