@@ -86,6 +86,11 @@ def test_bad_meshes_are_refused(line, told, step):
     assert told in refused(2, "explain", step, *line)
 
 
+def test_rank_that_reads_nothing_is_told(tmp_path):
+    library.save({"w": torch.zeros(2)}, tmp_path / "a")
+    assert fine("explain", tmp_path / "a", "--ranks", "4", "--rank", "3").out.endswith("\n\nrank 3 reads nothing\n")
+
+
 def test_rule_may_hold_a_colon(tmp_path):
     library.save({"a:b": torch.zeros(8, 8), "c": torch.zeros(8, 8)}, tmp_path / "a")
     plan = fine("explain", tmp_path / "a", "--ranks", "2", "--rule", "a:*:replicate", "--json").json

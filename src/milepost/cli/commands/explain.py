@@ -70,7 +70,7 @@ def _blocks(plan: PlannedLoad, rank: int | None) -> Iterator[Block]:
     yield line(f"all ranks together read {words.size(plan.read_bytes)}: {times:.2f} x the {held}")
     if rank is not None:
         yield line("")
-        yield line(f"rank {rank} reads from")
+        yield line(f"rank {rank} reads {'from' if plan.files_of else 'nothing'}")
         yield TextTable(_FILES, [[one.file, words.size(one.bytes), f"{one.reads:,}"] for one in plan.files_of])
 
 
