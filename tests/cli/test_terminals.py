@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import milepost as library
 from milepost.cli.escape import meant, printable, shown
 from milepost.cli.fit import width_of
 from tests.cli.conftest import NASTY
@@ -42,6 +43,13 @@ def test_narrow_terminal_leaves_out_columns_and_cuts_names(run, nasty):
     cut = [line for line in tables_of(on_terminal("show", nasty, "--flat", columns=40).out) if line.startswith("xxx")]
     assert "…" in cut[0]
     assert len(cut[0]) <= 40
+
+
+def test_narrow_terminal_shows_the_names_of_steps_without_numbers(tmp_path):
+    for name in ("best", "latest"):
+        library.save({"n": 1}, tmp_path / name)
+    rows = tables_of(on_terminal("ls", tmp_path, columns=30).out)
+    assert [row.split()[-1] for row in rows] == ["NAME", "best", "latest"]
 
 
 @pytest.mark.parametrize("further", [{"TERM": "dumb"}, {"TERM": ""}, {"NO_COLOR": "1"}])
