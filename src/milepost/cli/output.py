@@ -35,6 +35,7 @@ _COLOURS: dict[Style, dict[str, Any]] = {
     "key": {"fg": "cyan"},
 }
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
 _MIN_WIDTH = 20
 MOMENT_S = 0.5
 """What takes longer tells how far it is."""
@@ -43,10 +44,20 @@ MOMENT_S = 0.5
 def print_record(record: msgspec.Struct, as_json: bool, text: Callable[[], Iterable[Block]]) -> None:
     """Write one record to stdout: as JSON, or as the text that the function makes of it."""
     if as_json:
-        sys.stdout.write(json_of(record) + "\n")
+        data = json_of(record)
+        try:
+            data.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:  # how Python would spell what stdout does not know is no JSON
+            data = _NOT_ASCII.sub(_escaped, data)
+        sys.stdout.write(data + "\n")
         return
     for block in text():
         write(block, sys.stdout)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
 
 
 def json_of(record: msgspec.Struct) -> str:
