@@ -129,6 +129,9 @@ def test_convert_takes_some_keys_under_shorter_names(step, tmp_path):
     assert told.endswith("pass --overwrite to replace it")
     fine(*line, "--overwrite")
     assert refused(2, "convert", step, tmp_path / "ours").endswith("'rng'. Leave them out: --without KEY.")
+    library.save({"model.a": 1, "a": 2}, tmp_path / "both")
+    told = refused(2, "convert", tmp_path / "both", tmp_path / "one.pt", "--strip", "model.")
+    assert told == "--strip gives one key to several: 'a': 'model.a', 'a'"
 
 
 def test_convert_takes_pickles_only_if_asked(tmp_path):

@@ -70,7 +70,7 @@ def one_line(error: BaseException) -> str:
     text = _told_by_system(error) if isinstance(error, OSError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = " ".join(line if line.endswith(_ENDS) else f"{line};" for line in lines).removesuffix(";")
-    words = words.replace("rename={key: None}", "--without KEY")
+    words = words.replace("rename={key: None}", "--without KEY").replace("`rename` gives", "--strip gives")
     words = _GENERATION.sub(r"\1@\2", _KEYWORD.sub(lambda found: f"--{found[1].replace('_', '-')}", words))
     line = printable(words or type(error).__name__)
     return line if len(line) <= _MAX_LETTERS else f"{line[:_MAX_LETTERS]}..."
