@@ -132,9 +132,20 @@ def test_streams_that_cannot_be_written_change_no_status(run, tmp_path):
         (">/dev/full", ["ls", run], 5),
     ):
         script = f"{subprocess.list2cmdline(command(*line))} {streams}"
-        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment(), check=False)
-        assert done.returncode == status, (script, done)
-        assert "Traceback" not in done.stderr
+        for unbuffered in ("", "1"):
+            further = environment(PYTHONUNBUFFERED=unbuffered)
+            done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=further, check=False)
+            assert done.returncode == status, (script, done)
+            assert done.stderr.count("\n") <= 1
+
+
+def test_output_that_a_full_disk_takes_in_part_is_an_error(nasty, tmp_path):
+    line = subprocess.list2cmdline(command("show", nasty, "--json"))
+    for unbuffered in ("", "1"):  # ulimit counts blocks of 1,024 bytes
+        script = f"ulimit -f 4; {line} > {tmp_path / 'out'}"
+        further = environment(PYTHONUNBUFFERED=unbuffered)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=further, check=False)
+        assert (done.returncode, "File too large" in done.stderr) == (5, True), done
 
 
 def test_pipe_that_nobody_reads_is_no_error(nasty):
