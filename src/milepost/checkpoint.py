@@ -23,7 +23,7 @@ from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import LEAVES, Node, Parts, Path, build, grow, show_path
 from milepost.data.read import Damage, Files
 from milepost.data.transfer import Meter, Transfer, Watcher, limited_transfer
-from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, StorageError, UnsafeCheckpoint
 from milepost.events.operation import moved, operating, phasing
 from milepost.state.values import Codec
 from milepost.store import Location, Store, store_at
@@ -295,7 +295,7 @@ class Checkpoint(Mapping[str, Any]):
             raise CheckpointDamaged(f"{self.url}: {error}") from error
 
     def verify(self, *, transfer: Transfer | None = None, progress: Watcher | None = None) -> Verification:
-        """Read and check every byte. Reports all damage; raises only when the store itself fails.
+        """Read and check every byte. Reports all damage. Raises StorageError if there is none, but what cannot be read.
 
         `transfer`: threads and memory, as for `load`. `progress`: called with a `Progress` from time to time.
         """
@@ -306,6 +306,7 @@ class Checkpoint(Mapping[str, Any]):
     def _verified(self, transfer: Transfer, meter: Meter) -> Verification:
         meter.expect(sum(record.size_bytes for record in self._manifest.files))
         damages: list[Damage] = []
+        unread: list[StorageError] = []
         read = 0
         for record in self._manifest.files:
             try:
@@ -313,7 +314,12 @@ class Checkpoint(Mapping[str, Any]):
                 damages.extend(file.check_all(transfer, meter))
                 read += record.size_bytes
             except CheckpointError as error:
+                if isinstance(error, StorageError) and self._files.traits.requests:
+                    raise  # it was waited for, and the other files would be, too
                 damages.append(Damage(self._files.name_of(record.rank), str(error)))
+                unread += [error] if isinstance(error, StorageError) else []
+        if unread and len(unread) == len(damages):
+            raise unread[0]  # what cannot be read may be whole
         if not damages:
             damages.extend(islice(self._check_entries(), MAX_DAMAGES))
         meter.finish()
@@ -327,7 +333,7 @@ class Checkpoint(Mapping[str, Any]):
                 try:
                     file = self._files.of(item.rank)
                     _ = file.packed(item) if tensor.transforms else file.entry(item, tensor.dtype)
-                except CheckpointError as error:
+                except (CheckpointDamaged, UnsafeCheckpoint) as error:
                     yield Damage(self._files.name_of(item.rank), str(error), (item.name,))
 
     def close(self) -> None:

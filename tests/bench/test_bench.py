@@ -9,13 +9,14 @@ import time
 import jsonschema
 import pytest
 
+from faults.power import Disk, NotHere
 from milepost.bench.measure import measure
 from milepost.bench.rounds import Contender, rows_of, run_rounds
 from milepost.cli.app import main
 from milepost.cli.app import milepost as group
 from milepost.cli.schema import schema_of
 from milepost.core.limits import MIB
-from milepost.errors import InvalidRequest
+from milepost.errors import InvalidRequest, StorageError
 from milepost.store import MemoryStore, store_at
 from tests.commit.object_places import objects
 from tests.store.direct_files import does_direct
@@ -86,6 +87,19 @@ def test_what_cannot_be_measured_is_refused(tmp_path):
         measure(MemoryStore(), size_bytes=MIB, seconds=0.1)
     with pytest.raises(InvalidRequest, match="only read"):
         measure("https://example.org/a", size_bytes=MIB)
+    with pytest.raises(InvalidRequest, match="there is no memory for three times"):
+        measure(tmp_path / "a", size_bytes=1 << 50)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_full_disk_is_told_with_its_place(tmp_path):
+    try:
+        with Disk(tmp_path, "tmpfs", MIB) as disk:
+            with pytest.raises(StorageError, match=r"cannot measure .*/a: No space left on device\. Free some space"):
+                measure(disk.path / "a", size_bytes=4 * MIB, seconds=0.1)
+            assert list(disk.path.iterdir()) == []
+    except NotHere as error:
+        pytest.skip(str(error))
 
 
 def test_command_prints_a_table_or_json(tmp_path, capsys):

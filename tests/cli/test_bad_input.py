@@ -31,8 +31,8 @@ COMMANDS = {
 def made(what, tmp_path):
     """A bad place of some kind."""
     place = tmp_path / "place"
-    if what == "nothing":
-        return place
+    if what in ("nothing", "long name"):
+        return place if what == "nothing" else tmp_path / ("x" * 300)
     if what == "below a file":
         place.write_bytes(b"")
         return place / "run"
@@ -70,6 +70,7 @@ def made(what, tmp_path):
 WHAT = {
     "nothing": (3, "no such file or folder"),
     "below a file": (5, "Not a directory"),
+    "long name": (5, "Choose a shorter path"),
     "text": (5, "neither a file of torch.save nor a safetensors file"),
     "empty file": (5, "neither a file of torch.save nor a safetensors file"),
     "old torch file": (5, "before version 1.6"),
@@ -97,7 +98,7 @@ def test_bad_place_is_told_in_one_line(what, name, tmp_path):
     if what == "truncated shard" and name in READS_NO_DATA:
         assert (done.status, done.err) == (0, "")
         return
-    if name == "prune" and (status != 3 or what == "unfinished") and what != "below a file":
+    if name == "prune" and (status != 3 or what == "unfinished") and what not in ("below a file", "long name"):
         status, told = 2, "holds no steps"
     if what == "unfinished" and name in ("ls", "prune"):
         status = 0 if name == "ls" else 2  # it is listed, as unfinished
@@ -186,15 +187,24 @@ def test_no_permission_is_told(run, open_folder):
         assert (done.status, done.out, done.err.count("\n")) == (5, "", 1), done
         assert "Permission denied" in done.err
     assert process("verify", place, code=OTHER_USER).status == 5
+    assert process("ls", place / "below", code=OTHER_USER).err.startswith(f"milepost: cannot list {place / 'below'}: ")
     done = process("ls", copied, code=OTHER_USER)
     assert done.status == 0
     assert [row.split()[1] for row in done.lines[1:5]] == ["whole"] * 3 + ["unreadable"]
     for shard in files_of(copied, 300):
         shard.chmod(0o000)
-    assert "Permission denied" in process("verify", copied / "step-0000000300", code=OTHER_USER).out
+    done = process("verify", copied / "step-0000000300", code=OTHER_USER)
+    assert (done.status, done.out.split()[0]) == (5, "unreadable")
+    assert "Permission denied" in done.out
     done = process("prune", copied, "--keep-last", "1", "--yes", code=OTHER_USER)
     assert done.status == 5
     assert len(list(copied.iterdir())) == 4
+    place.chmod(0o755)
+    done = process("prune", copied, "--keep-last", "1", "--yes", code=OTHER_USER)
+    assert (done.status, [row.split()[1] for row in done.lines[1:5]]) == (5, ["left"] * 3 + ["keep"])
+    done = process("verify", copied / "step-0000000100", "--record", code=OTHER_USER)
+    assert (done.status, done.out.split()[0]) == (5, "whole")
+    assert "not noted: cannot create" in done.err
 
 
 def test_target_that_cannot_be_written_is_told(step, tmp_path):

@@ -12,6 +12,7 @@ import torch
 import milepost as library
 from milepost.steps.shelf import step_name
 from tests.cli.running import fine, milepost, refused
+from tests.cli.test_bad_input import made
 from tests.steps.numbered import files_of, flip
 from tests.web import Web
 
@@ -49,7 +50,7 @@ def test_one_checkpoint_is_copied_and_another_generation_named(run, tmp_path):
     step = run / step_name(20)
     assert fine("cp", step, tmp_path / "one").lines[0] == f"{tmp_path / 'one'}: copied, 60 B"
     library.save({"n": 21}, tmp_path / "one")
-    assert "holds another checkpoint" in refused(2, "cp", step, tmp_path / "one")
+    assert "holds another checkpoint; pass --overwrite to replace it" in refused(2, "cp", step, tmp_path / "one")
     fine("cp", f"{step}@1", tmp_path / "one", "--overwrite")
     assert library.open(tmp_path / "one")["n"] == 20
 
@@ -79,6 +80,9 @@ def test_damaged_step_ends_with_its_own_status(run, tmp_path):
     assert {number: state for number, (state, _) in states.items()} == {1: "copied", 20: "damaged", 300: "copied"}
     assert "00000.safetensors" in states[20][1]
     assert "'a'" in states[20][1]
+    made("newer manifest", tmp_path).rename(run / step_name(400))
+    found = json_of("cp", run, tmp_path / "other", status=4)
+    assert [step["state"] for step in found["steps"]] == ["copied", "damaged", "copied", "unreadable"]
 
 
 def test_ctrl_c_leaves_nothing_that_looks_whole(run, tmp_path):

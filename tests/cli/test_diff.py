@@ -110,7 +110,7 @@ def test_older_generation_is_compared_by_its_number(tmp_path):
     place = tmp_path / "a"
     library.save({"w": torch.ones(3)}, place)
     assert milepost("diff", f"{place}@1", place).status == 0
-    assert refused(3, "diff", f"{place}@7", place)
+    assert f"there is no generation 7 at {place}; the newest is 1." in refused(3, "diff", f"{place}@7", place)
     assert milepost("show", f"{place}@1").status == 0
 
 

@@ -105,10 +105,19 @@ def test_numbers_that_are_none_are_null(holds, tmp_path):
     assert holds("stats", tmp_path / "a")["tensors"][0]["nan"] == 1
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_output_of_few_letters_is_json(encoding, tmp_path):
+    library.save({"\xe9\u6f22\U0001f642": 1}, tmp_path / "a")
+    done = process("show", tmp_path / "a", "--json", PYTHONIOENCODING=encoding, PYTHONUTF8="0")
+    assert done.out.isascii()
+    assert [one["key"] for one in done.json["entries"]][-1] == "\xe9\u6f22\U0001f642"
+
+
 def test_path_that_is_no_text_is_json(schemas, step, tmp_path):
     place = str(tmp_path / "\udcff")
     shutil.copytree(step, place)
-    for line in (["ls", place], ["show", place], ["verify", place]):
+    looks = ["ls", place], ["show", place], ["verify", place], ["view", place, "-o", tmp_path / "page.html"]
+    for line in (*looks, ["convert", place, f"{place}.pt"]):
         done = process(*line, "--json")
         jsonschema.validate(json.loads(done.out), schemas[line[0]])
         assert "\\udcff" in done.out

@@ -1,6 +1,8 @@
 """Every kind of place that `open` takes: other formats, object stores, the web."""
 
 import json
+import os
+import shutil
 
 import pytest
 import torch
@@ -45,6 +47,18 @@ def test_other_formats_are_looked_at_like_ours(name, formats):
     assert refused(2, "prune", place, "--keep-last", "1", "--dry-run")
     for other in FORMATS:
         assert milepost("diff", place, formats / other, "--keys", "[wb]").status == 0
+
+
+def test_other_format_is_whole_only_if_its_files_are_there(formats, tmp_path):
+    place = shutil.copytree(formats / "dcp", tmp_path / "dcp")
+    [file] = place.glob("*.distcp")
+    os.truncate(file, file.stat().st_size // 2)
+    done = milepost("ls", place)
+    assert (done.status, done.lines[1].split()[0]) == (4, "damaged")
+    assert "should hold ends at" in done.lines[2]
+    file.unlink()
+    assert (milepost("ls", place).status, milepost("verify", place).status) == (4, 4)
+    assert fine("ls", formats / "torch", "--json").json["steps"][0]["age_s"] >= 0
 
 
 def test_run_of_other_formats_is_a_run(formats, tmp_path):
@@ -94,7 +108,8 @@ def test_web_is_read(run, step, formats):
         assert milepost("diff", place, step).status == 0
         assert "only read" in refused(2, "verify", place, "--record")
         assert "only read" in refused(2, "convert", step, place)
-        refused(3, "show", f"{web.url}/nothing")
+        assert "only read" in refused(2, "prune", f"{web.url}/{run.name}", "--keep-last", "1", "--yes")
+        assert "of the file itself. Is the path right?" in refused(3, "show", f"{web.url}/nothing")
     with Web(formats) as web:
         assert json.loads(fine("ls", f"{web.url}/torch", "--json").out)["steps"][0]["format"] == "torch"
 

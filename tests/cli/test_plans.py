@@ -74,7 +74,9 @@ def test_plan_in_words_groups_ranks_that_read_alike(step):
         (["--mesh", "2x3", "--ranks", "5"], "6 ranks, not 5"),
         (["--ranks", "4", "--cuts", "shard0,shard1"], "2 cuts"),
         (["--ranks", "4", "--cuts", "slice"], "no list of cuts"),
-        (["--mesh", "dp=2", "--cuts", "tp=shard0"], "axes that the mesh does not have"),
+        (["--mesh", "dp=2", "--cuts", "tp=shard0"], "it has dp"),
+        (["--mesh", "dp=2,tp=2", "--cuts", "dp=shard0,dp=shard1"], "each once"),
+        (["--mesh", "dp=2,dp=2"], "each axis once"),
         (["--ranks", "4", "--rule", "model"], "PATTERN:CUTS"),
         (["--ranks", "4", "--rank", "4"], "no rank 4"),
         (["--ranks", "999999999999"], "from 1 to"),
@@ -82,6 +84,17 @@ def test_plan_in_words_groups_ranks_that_read_alike(step):
 )
 def test_bad_meshes_are_refused(line, told, step):
     assert told in refused(2, "explain", step, *line)
+
+
+def test_rank_that_reads_nothing_is_told(tmp_path):
+    library.save({"w": torch.zeros(2)}, tmp_path / "a")
+    assert fine("explain", tmp_path / "a", "--ranks", "4", "--rank", "3").out.endswith("\n\nrank 3 reads nothing\n")
+
+
+def test_rule_may_hold_a_colon(tmp_path):
+    library.save({"a:b": torch.zeros(8, 8), "c": torch.zeros(8, 8)}, tmp_path / "a")
+    plan = fine("explain", tmp_path / "a", "--ranks", "2", "--rule", "a:*:replicate", "--json").json
+    assert plan["read_bytes"] == (2 + 1) * 256
 
 
 def test_convert_to_every_format_and_back(step, tmp_path):
@@ -116,6 +129,9 @@ def test_convert_takes_some_keys_under_shorter_names(step, tmp_path):
     assert told.endswith("pass --overwrite to replace it")
     fine(*line, "--overwrite")
     assert refused(2, "convert", step, tmp_path / "ours").endswith("'rng'. Leave them out: --without KEY.")
+    library.save({"model.a": 1, "a": 2}, tmp_path / "both")
+    told = refused(2, "convert", tmp_path / "both", tmp_path / "one.pt", "--strip", "model.")
+    assert told == "--strip gives one key to several: 'a': 'model.a', 'a'"
 
 
 def test_convert_takes_pickles_only_if_asked(tmp_path):

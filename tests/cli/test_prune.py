@@ -72,6 +72,17 @@ def test_prune_says_why_and_how_much(copied):
     assert done.lines[-1].endswith("; 2 stay")
 
 
+def test_step_of_another_format_stays_and_does_not_count(copied):
+    (copied / "step-0000000500").mkdir()
+    (copied / "step-0000000500" / ".metadata").write_bytes(b"x")
+    found = fine("prune", copied, "--keep-last", "1", "--yes", "--json").json
+    assert found["removed"] == [100, 200, 300]
+    assert [(one["step"], one["why"]) for one in found["steps"][-2:]] == [
+        (400, ["last 1"]),
+        (500, ["of another format"]),
+    ]
+
+
 def test_prune_asks_on_a_terminal(copied):
     before = tree_of(copied)
     done = milepost("prune", copied, "--keep-last", "3", stdin=Answers("n\n"))

@@ -95,6 +95,13 @@ def test_wrong_keys_and_indices_are_refused(line, told, step):
     assert told in refused(2, "show", step, *line)
 
 
+def test_slice_of_a_scalar_and_of_numbers_of_four_bits(tmp_path):
+    pairs = torch.arange(4, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+    library.save({"scalar": torch.tensor(2.5), "pairs": pairs}, tmp_path / "a")
+    assert fine("show", tmp_path / "a", "scalar", "--slice", "").lines[-1] == "tensor(2.5000)"
+    assert "four bits" in refused(2, "show", tmp_path / "a", "pairs", "--slice", ":2")
+
+
 def test_too_large_a_slice_is_refused(tmp_path):
     library.save({"w": torch.zeros(1100, 1000)}, tmp_path / "a")
     assert "at most 1,000,000" in refused(2, "show", tmp_path / "a", "w", "--slice", ":")

@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+import milepost as library
 from milepost.cli.escape import meant, printable, shown
 from milepost.cli.fit import width_of
 from tests.cli.conftest import NASTY
@@ -44,11 +45,29 @@ def test_narrow_terminal_leaves_out_columns_and_cuts_names(run, nasty):
     assert len(cut[0]) <= 40
 
 
+def test_narrow_terminal_shows_the_names_of_steps_without_numbers(tmp_path):
+    for name in ("best", "latest"):
+        library.save({"n": 1}, tmp_path / name)
+    rows = tables_of(on_terminal("ls", tmp_path, columns=30).out)
+    assert [row.split()[-1] for row in rows] == ["NAME", "best", "latest"]
+
+
 @pytest.mark.parametrize("further", [{"TERM": "dumb"}, {"TERM": ""}, {"NO_COLOR": "1"}])
 def test_plain_terminal_gets_plain_text(further, run):
     done = on_terminal("ls", run, **further)
     assert ESCAPE not in done.out
     assert done.out.startswith("STEP")
+
+
+def test_plain_terminal_gets_no_progress(run, tmp_path):
+    slow = "import milepost.cli.output as output; output.MOMENT_S = 0.0"
+    for term, drawn in (("dumb", False), ("xterm", True)):
+        line = ["view", run, "-o", tmp_path / "page.html"]
+        done = on_terminal(*line, code=slow, TERM=term, NO_COLOR="1")
+        assert done.status == 0
+        assert (ESCAPE in done.out, "reading step" in done.out) == (drawn, drawn)
+        assert done.out.endswith(f"wrote {tmp_path / 'page.html'}: 4 steps, {done.out.rpartition(', ')[2]}")
+        assert ESCAPE not in on_terminal(*line, TERM=term, NO_COLOR="1").out
 
 
 def test_pipe_gets_plain_text_of_any_width(nasty, run):
@@ -77,6 +96,7 @@ def test_nothing_from_a_checkpoint_reaches_the_terminal(nasty):
         ["explain", nasty, "--ranks", "2"],
         ["prune", nasty.parent, "--keep-last", "1", "--dry-run"],
         ["show", nasty, "\x1b[31mno such key\x9b"],
+        ["show", nasty.parent / "nothing\x1b[31m", "--debug"],
         ["\x1b[31mcommand"],
     )
     for line in lines:
@@ -100,6 +120,32 @@ def test_terminal_of_few_letters_gets_all_text(nasty):
     done = process("show", nasty, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert (done.status, done.err) == (0, "")
     assert "wide \\u6f22\\u5b57" in done.out
+
+
+def test_streams_that_cannot_be_written_change_no_status(run, tmp_path):
+    nothing = tmp_path / "nothing"
+    for streams, line, status in (
+        ("<&- >&- 2>&-", ["ls", run], 0),
+        ("2>/dev/full", ["show", run], 0),
+        ("2>&-", ["ls", nothing], 3),
+        ("2>/dev/full", ["diff", run, nothing], 3),
+        (">/dev/full", ["ls", run], 5),
+    ):
+        script = f"{subprocess.list2cmdline(command(*line))} {streams}"
+        for unbuffered in ("", "1"):
+            further = environment(PYTHONUNBUFFERED=unbuffered)
+            done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=further, check=False)
+            assert done.returncode == status, (script, done)
+            assert done.stderr.count("\n") <= 1
+
+
+def test_output_that_a_full_disk_takes_in_part_is_an_error(nasty, tmp_path):
+    line = subprocess.list2cmdline(command("show", nasty, "--json"))
+    for unbuffered in ("", "1"):  # ulimit counts blocks of 1,024 bytes
+        script = f"ulimit -f 4; {line} > {tmp_path / 'out'}"
+        further = environment(PYTHONUNBUFFERED=unbuffered)
+        done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=further, check=False)
+        assert (done.returncode, "File too large" in done.stderr) == (5, True), done
 
 
 def test_pipe_that_nobody_reads_is_no_error(nasty):

@@ -72,6 +72,15 @@ def test_files_that_are_not_as_saved_are_named(what, told, copied):
     assert told in line
 
 
+def test_damage_in_a_file_of_another_library_names_it_once(tmp_path):
+    torch.save({"w": torch.arange(10_000.0)}, tmp_path / "file.pt")
+    data = bytearray((tmp_path / "file.pt").read_bytes())
+    data[20_000] ^= 1
+    (tmp_path / "file.pt").write_bytes(data)
+    done = milepost("verify", tmp_path / "file.pt")
+    assert (done.status, done.lines[1].split(";")[0]) == (4, "  file.pt: the bytes of 'w' are not what was saved")
+
+
 def test_statuses_tell_the_worst(run, copied, tmp_path):
     assert milepost("verify", run, tmp_path / "nothing").status == 3
     (copied / "step-0000000100" / manifest_name(1)).write_bytes(b"{")
@@ -88,7 +97,32 @@ def test_steps_never_finished_are_not_read(copied):
     assert len(fine("verify", copied).lines) == 2
     for step in (300, 400):
         (copied / f"step-0000000{step}" / manifest_name(1)).unlink()
-    assert "no save was finished" in refused(3, "verify", copied)
+    done = milepost("verify", copied)
+    assert (done.status, done.out.split()[0]) == (3, "missing")
+    assert "no save was finished" in done.out
+
+
+def test_places_beside_a_bad_one_are_verified(copied, tmp_path):
+    flip(files_of(copied, 200)[0], 7)
+    library.save({"w": torch.ones(3)}, tmp_path / "begun" / "step-1")
+    (tmp_path / "begun" / "step-1" / manifest_name(1)).unlink()
+    (tmp_path / "file").write_text("x")
+    done = milepost("verify", tmp_path / "begun", tmp_path / "file" / "below", copied / "step-0000000200")
+    assert (done.status, done.err) == (4, "")
+    assert [line.split()[0] for line in done.lines if line[0] != " "] == ["missing", "unreadable", "damaged"]
+
+
+def test_step_that_is_removed_meanwhile_is_told_and_is_no_error(copied):
+    code = (
+        "import shutil, milepost.cli.commands.verify as verify\n"
+        "listed = verify.checkpoints_at\n"
+        "def then_removed(root):\n"
+        f"    found = listed(root); shutil.rmtree({str(copied / 'step-0000000100')!r}); return found\n"
+        "verify.checkpoints_at = then_removed"
+    )
+    done = process("verify", copied, code=code)
+    assert (done.status, done.err) == (0, "")
+    assert [line.split()[0] for line in done.lines] == ["removed", *["whole"] * 3]
 
 
 def test_what_is_verified_can_be_noted(copied, tmp_path):

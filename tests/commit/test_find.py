@@ -210,6 +210,6 @@ def test_chosen_generation_reads_like_a_place_and_refuses_to_write(tmp_path, pla
     assert milepost.open(copy)["n"] == 1
     with pytest.raises(milepost.InvalidRequest, match="only read; save to the path itself"):
         milepost.save(state(2), chosen)
-    with pytest.raises(milepost.CheckpointNotFound):
+    with pytest.raises(milepost.CheckpointNotFound, match=r"no generation 2 at .*; the newest is 1\."):
         milepost.open(AtGeneration(store, 2))
     assert milepost.open(store)["n"] == 1

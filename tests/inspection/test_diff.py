@@ -298,7 +298,7 @@ def test_other_formats_and_other_generations(tmp_path):
     older = AtGeneration(store, 1)
     assert diff(older, store).same
     assert diff(f"{tmp_path / 'ours'}@1", LocalStore(tmp_path / "ours")).same
-    with pytest.raises(CheckpointNotFound, match="no checkpoint"):
+    with pytest.raises(CheckpointNotFound, match="no generation 2"):
         diff(f"{tmp_path / 'ours'}@2", tmp_path / "dcp")
 
 

@@ -11,12 +11,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import milepost
+from milepost.commit.removal import remove_checkpoint
 from milepost.core.manifest import manifest_name
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.runs import SeenSteps, StepSummary, look_at, step_in, why_kept
 from milepost.inspection.verified import record_verified
 from milepost.steps.retention import Rule
 from milepost.store import MemoryStore, Traits, Within
+from milepost.testing import CountingStore
 from tests.steps.numbered import files_of, state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
@@ -223,6 +225,23 @@ class Noting(MemoryStore):
     def list(self, prefix, *, shallow=False):
         self.noted.append(f"{prefix}*")
         return super().list(prefix, shallow=shallow)
+
+
+@pytest.mark.parametrize(("changes", "found"), [("replaced", ["whole", "whole"]), ("removed", ["removed", "whole"])])
+def test_step_that_changes_during_a_look_is_not_damaged(changes, found):
+    class Changing(CountingStore):
+        def before(self, number, call):
+            place = Within(self.inner, "step-0000000001")
+            if call.startswith("reader step-0000000001/data/") and milepost.open(place).generation == 1:
+                if changes == "replaced":
+                    milepost.save(state(5), place)
+                else:
+                    remove_checkpoint(place)
+
+    store = run(MemoryStore(), [1, 2])
+    steps = look_at(Changing(store)).steps
+    assert [step.state for step in steps] == found
+    assert steps[0].generation == (2 if changes == "replaced" else 1)
 
 
 def test_another_look_reads_only_what_is_new():

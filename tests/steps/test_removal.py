@@ -194,6 +194,45 @@ def test_a_save_into_a_step_that_is_being_removed_loses_nothing(moment):
     assert not [name for name in store.list("") if removed.save_id in name or REMOVED in name]
 
 
+@pytest.mark.parametrize("has_removed_all", [False, True])
+def test_a_marker_that_another_remover_sweeps_away_is_no_error(has_removed_all):
+    """In a folder a file has its name at last, and until then another job may sweep it."""
+
+    class Swept(CountingStore):
+        swept = False
+
+        def before(self, number, call):
+            if REMOVED in call and call.startswith("create ") and not self.swept:
+                self.swept = True
+                if has_removed_all:
+                    remove_checkpoint(self.inner)
+                raise FileNotFoundError(call)
+
+    store = MemoryStore()
+    milepost.save(state(1), store)
+    if has_removed_all:
+        with pytest.raises(CheckpointNotFound, match="by another job"):
+            remove_checkpoint(Swept(store))
+    else:
+        remove_checkpoint(Swept(store))
+    assert list(store.list("")) == []
+
+
+def test_a_step_that_is_removed_before_the_marker_is_made_is_not_found():
+    class Removed(CountingStore):
+        listings = 0
+
+        def before(self, number, call):
+            self.listings += call == "list "
+            if self.listings == 2:
+                remove_checkpoint(self.inner)
+
+    store = MemoryStore()
+    milepost.save(state(1), store)
+    with pytest.raises(CheckpointNotFound, match="by another job"):
+        remove_checkpoint(Removed(store))
+
+
 def test_a_late_remover_does_not_take_another_saves_manifest():
     """Its marker and the manifest are of one generation, but not of one save."""
     place = MemoryStore()

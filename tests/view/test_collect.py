@@ -101,8 +101,10 @@ def test_writing_a_page_imports_no_torch_and_replaces_the_file(run, tmp_path):
 
 
 def test_a_page_that_cannot_be_written_leaves_nothing(run, tmp_path):
-    with pytest.raises(milepost.StorageError, match="cannot write"):
-        write_page(run, tmp_path / "missing" / "page.html")
+    (tmp_path / "file").touch()
+    for above in ("missing", "file"):
+        with pytest.raises(milepost.StorageError, match="cannot write"):
+            write_page(run, tmp_path / above / "page.html")
     assert not (tmp_path / "missing").exists()
 
 

@@ -37,6 +37,14 @@ def test_it_replaces_its_own_pages_only(here, run, capsys):
     assert (here / "mine.html").read_text() == "<p>mine"
     assert main(["view", str(run), "-o", "mine.html", "--force"]) == 0
     assert main(["view", str(run), "-o", "mine.html"]) == 0
+    (here / "mine.html").rename(here / "kept.html")
+    (here / "mine.html").symlink_to("kept.html")
+    before = (here / "kept.html").stat().st_ino
+    assert main(["view", str(run), "-o", "mine.html"]) == 0
+    assert (here / "mine.html").is_symlink()
+    assert (here / "kept.html").stat().st_ino != before
+    os.mkfifo(here / "pipe")
+    assert main(["view", str(run), "-o", "pipe"]) == 2, "and it did not wait for a writer"
 
 
 @pytest.mark.parametrize(
@@ -48,7 +56,8 @@ def test_it_replaces_its_own_pages_only(here, run, capsys):
         (["RUN", "--steps", "0"], 2, "--steps"),
         (["RUN", "--serve", "-o", "x.html"], 2, "--serve writes no file"),
         (["RUN", "-o", "missing/x.html"], 5, "cannot write"),
-        (["RUN", "-o", "."], 5, "directory"),
+        (["RUN", "-o", "."], 2, "is not a file"),
+        (["RUN", "-o", "/dev/null", "--force"], 2, "is not a file"),
     ],
 )
 def test_a_wrong_use_is_one_line(here, run, capsys, arguments, status, message):

@@ -4,11 +4,12 @@ Click and not Typer: Typer is made of click, and takes as long again to import. 
 file only.
 """
 
+import contextlib
 import importlib
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import click
 
@@ -76,7 +77,7 @@ def milepost(ctx: click.Context) -> int:
     """Look into checkpoints; compare, check and copy them; tidy runs up.
 
     A place is a path or a URL, and holds a checkpoint of Milepost, of torch.distributed.checkpoint, of torch.save, or
-    safetensors files. Every command takes --json, and --debug for the traceback of an error.
+    safetensors files. Commands take --json, and --debug for the traceback of an error.
     """
     if ctx.invoked_subcommand is None:
         click.echo(ctx.get_help(), err=True)
@@ -85,10 +86,13 @@ def milepost(ctx: click.Context) -> int:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and give its exit status. An error is one line on stderr."""
+    _prepare_streams()
+    with _buffered_stdout():
+        return _ended(arguments)
+
+
+def _ended(arguments: Sequence[str] | None) -> int:
     session = Session()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")  # a terminal that knows few letters still gets all text
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments), session)
         sys.stdout.flush()
@@ -97,17 +101,54 @@ def main(arguments: Sequence[str] | None = None) -> int:
         session.complain(error, _advised(error))
         return Status.USAGE
     except (KeyboardInterrupt, click.Abort):
-        sys.stderr.write("\n")
+        with contextlib.suppress(OSError):
+            sys.stderr.write("\n")
         return Status.INTERRUPTED
     except BrokenPipeError:
-        # Nobody reads on. What is still buffered must not raise again while Python ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return Status.CLOSED_PIPE
+        return Status.CLOSED_PIPE  # nobody reads on
     except Exception as error:  # noqa: BLE001  # an end that nobody foresaw is told in one line, too
         status = status_of(error)
         fault = f"a fault of Milepost, please report it: {type(error).__name__}: " if status is Status.FAULT else ""
         session.complain(error, fault + one_line(error))
         return status
+    finally:
+        _forget_unwritten()
+
+
+def _prepare_streams() -> None:
+    """Make every stream one that can be used: a caller may have closed some."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115  # until the process ends
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a terminal that knows few letters still gets all text
+
+
+@contextlib.contextmanager
+def _buffered_stdout() -> Iterator[None]:
+    """Inside, stdout has a buffer, with PYTHONUNBUFFERED too: there, what is written only in part is no error."""
+    before, raw = sys.stdout, getattr(sys.stdout, "buffer", None)
+    if not isinstance(raw, io.FileIO):
+        yield
+        return
+    buffer = io.BufferedWriter(raw)
+    sys.stdout = io.TextIOWrapper(buffer, before.encoding, "backslashreplace", line_buffering=before.isatty())
+    try:
+        yield
+    finally:
+        sys.stdout.detach()
+        buffer.detach()
+        sys.stdout = before
+
+
+def _forget_unwritten() -> None:
+    """What could not be written must not raise again while Python ends."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _run(arguments: list[str], session: Session) -> int:

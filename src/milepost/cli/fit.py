@@ -46,11 +46,13 @@ def _start(text: str, width: int) -> str:
 def rows_of(table: TextTable, width: int | None) -> Iterator[list[Cell]]:
     """The titles and the rows, each a list of cells that are escaped, cut and padded. `width`: None for no limit.
 
-    Columns without content are left out. Where a terminal is too narrow, columns of a high rank go, then the widest
-    are cut.
+    Columns without content are left out, and a table without any is nothing. Where a terminal is too narrow, columns of
+    a high rank go, then the widest are cut.
     """
     rows = [[Cell(printable(cell.text), cell.style) for cell in map(cell_of, row)] for row in table.rows]
     places = [place for place in range(len(table.columns)) if any(row[place].text for row in rows)]
+    if not places:
+        return
     widths = {place: _natural(table.columns[place], [row[place].text for row in rows]) for place in places}
     if width is None:
         widths = {place: min(natural, _PADDED) for place, natural in widths.items()}

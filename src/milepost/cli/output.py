@@ -19,6 +19,7 @@ import msgspec
 from milepost.cli.blocks import Block, Cell, Line, Style, cell_of
 from milepost.cli.escape import printable
 from milepost.cli.fit import rows_of
+from milepost.core.plain_json import plain_json
 
 if TYPE_CHECKING:
     from milepost.data.progress_bar import ProgressBar
@@ -34,34 +35,35 @@ _COLOURS: dict[Style, dict[str, Any]] = {
     "key": {"fg": "cyan"},
 }
 _UNSAFE_IN_JSON = re.compile("[\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff]")
+_NOT_ASCII = re.compile("[^\x00-\x7f]")
 _MIN_WIDTH = 20
-_MOMENT_S = 0.5
+MOMENT_S = 0.5
+"""What takes longer tells how far it is."""
 
 
 def print_record(record: msgspec.Struct, as_json: bool, text: Callable[[], Iterable[Block]]) -> None:
     """Write one record to stdout: as JSON, or as the text that the function makes of it."""
     if as_json:
-        sys.stdout.write(json_of(record) + "\n")
+        data = json_of(record)
+        try:
+            data.encode(sys.stdout.encoding or "utf-8")
+        except UnicodeEncodeError:  # how Python would spell what stdout does not know is no JSON
+            data = _NOT_ASCII.sub(_escaped, data)
+        sys.stdout.write(data + "\n")
         return
     for block in text():
         write(block, sys.stdout)
 
 
+def _escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
 def json_of(record: msgspec.Struct) -> str:
     """A record as indented JSON. NaN is null. What could move a cursor or turn text round is escaped."""
-    try:
-        text = msgspec.json.format(msgspec.json.encode(record)).decode()
-    except UnicodeEncodeError:  # a path that is no text, as file systems permit
-        text = msgspec.json.format(msgspec.json.encode(_as_text(msgspec.to_builtins(record)))).decode()
+    text = msgspec.json.format(plain_json(record)).decode()
     return _UNSAFE_IN_JSON.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
-
-
-def _as_text(value: Any) -> Any:
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_as_text(name): _as_text(inner) for name, inner in value.items()}
-    return [_as_text(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
 def write(block: Block, stream: TextIO) -> None:
@@ -102,7 +104,8 @@ def is_terminal() -> bool:
 
 def remark(text: str) -> None:
     """Say something on stderr that is no result."""
-    sys.stderr.write(f"milepost: {printable(text)}\n")
+    with contextlib.suppress(OSError):  # nobody reads stderr
+        sys.stderr.write(f"milepost: {printable(text)}\n")
 
 
 @contextlib.contextmanager
@@ -150,7 +153,7 @@ class _LateBar:
         self._bar: ProgressBar | None = None
 
     def __call__(self, progress: "Progress") -> None:
-        if self._bar is None and (progress.finished or progress.seconds < _MOMENT_S):
+        if self._bar is None and (progress.finished or progress.seconds < MOMENT_S):
             return
         if self._bar is None:
             from milepost.data.progress_bar import ProgressBar  # noqa: PLC0415  # brings rich

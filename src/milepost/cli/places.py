@@ -12,7 +12,7 @@ from milepost.cli.output import remark
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import newest_step
-from milepost.store import LocalStore, Store
+from milepost.store import AtGeneration, LocalStore, Store
 
 
 class PlaceType(click.Path):
@@ -48,7 +48,7 @@ def advising(*places: Store) -> Iterator[None]:
         yield
     except CheckpointNotFound as error:
         meant = next((place for place in places if place.url in str(error)), places[0])
-        raise CheckpointNotFound(f"{error}{where_to_look(meant)}") from error
+        raise CheckpointNotFound(advised(str(error), meant)) from error
 
 
 def one_at(path: str) -> Store:
@@ -66,8 +66,14 @@ def one_at(path: str) -> Store:
     return newest
 
 
-def where_to_look(place: Store) -> str:
-    """What to do where there is no checkpoint; begins with a space, or is empty."""
+def advised(text: str, place: Store) -> str:
+    """Why there is no checkpoint, with what to do."""
+    advice = _where_to_look(place)
+    return f"{text.removesuffix('.')}.{advice}" if advice else text
+
+
+def _where_to_look(place: Store) -> str:
+    place = place.inner if isinstance(place, AtGeneration) else place
     if not isinstance(place, LocalStore):
         return " Is the path right?"
     above = os.path.dirname(place.url)

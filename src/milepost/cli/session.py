@@ -1,10 +1,13 @@
 """What one run of the command line knows: whether to write JSON, whether to show tracebacks, and the terminal."""
 
+import contextlib
 import sys
 import traceback
 from dataclasses import dataclass
 
 import click
+
+from milepost.cli.escape import printable
 
 
 @dataclass
@@ -16,9 +19,11 @@ class Session:
 
     def complain(self, error: BaseException, line: str) -> None:
         """Say in one line on stderr what went wrong; with `--debug` after the traceback."""
-        if self.debug:
-            traceback.print_exception(error, file=sys.stderr)
-        sys.stderr.write(f"milepost: {line}\n")
+        with contextlib.suppress(OSError):  # the status tells, where nobody reads stderr
+            if self.debug:
+                trace = "".join(traceback.format_exception(error))
+                sys.stderr.writelines(f"{printable(one)}\n" for one in trace.splitlines())
+            sys.stderr.write(f"milepost: {line}\n")
 
 
 def told_to_debug(ctx: click.Context, _option: click.Parameter, wanted: bool) -> None:

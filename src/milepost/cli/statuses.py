@@ -1,7 +1,9 @@
 """How a command ends: its exit status, and an error in one line."""
 
 import enum
+import os
 import re
+from collections.abc import Iterable
 
 from milepost.cli.escape import printable
 from milepost.errors import (
@@ -15,7 +17,7 @@ from milepost.errors import (
 
 _MAX_LETTERS = 2000
 _ENDS = (".", ":", ";", ",", "?", "!")
-_KEYWORD = re.compile(r"\b(overwrite|allow_pickle|drop_values)=True\b")
+_KEYWORD = re.compile(r"\b(overwrite|allow_pickle|drop_values)=True\b(?: \(--[a-z-]+\))?")
 _GENERATION = re.compile(r"milepost\.store\.AtGeneration\('([^']*)', ([0-9]+)\)")
 """What the library's messages advise to pass in Python, which the command line spells otherwise."""
 
@@ -47,12 +49,28 @@ def status_of(error: BaseException) -> Status:
     return next((status for kinds, status in _OF_ERRORS if isinstance(error, kinds)), Status.FAULT)
 
 
+def worst(statuses: Iterable[Status]) -> Status:
+    """The status of a command that did several things: damage first, else the highest."""
+    found = set(statuses)
+    return Status.DAMAGED if Status.DAMAGED in found else max(found, default=Status.FINE)
+
+
+def _told_by_system(error: OSError) -> str:
+    """What an error of the operating system says: where, what, and what to do. Ours say it themselves."""
+    if isinstance(error, CheckpointError) or not error.strerror:
+        return str(error)
+    from milepost.store.advice import explain  # noqa: PLC0415  # not for --help
+
+    where = "" if isinstance(error.filename, int) else os.fsdecode(error.filename or "")
+    return f"{where}: {explain(error)}" if where else explain(error)
+
+
 def one_line(error: BaseException) -> str:
     """What an error says, in one line that is safe to show on a terminal."""
-    text = str(error.strerror or error) if type(error) is OSError else str(error)
+    text = _told_by_system(error) if isinstance(error, OSError) else str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     words = " ".join(line if line.endswith(_ENDS) else f"{line};" for line in lines).removesuffix(";")
-    words = words.replace("rename={key: None}", "--without KEY")
+    words = words.replace("rename={key: None}", "--without KEY").replace("`rename` gives", "--strip gives")
     words = _GENERATION.sub(r"\1@\2", _KEYWORD.sub(lambda found: f"--{found[1].replace('_', '-')}", words))
     line = printable(words or type(error).__name__)
     return line if len(line) <= _MAX_LETTERS else f"{line[:_MAX_LETTERS]}..."

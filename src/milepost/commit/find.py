@@ -19,7 +19,7 @@ from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
-from milepost.store import Store
+from milepost.store import AtGeneration, Store
 from milepost.store.stopping import side_by_side
 
 T = TypeVar("T")
@@ -87,6 +87,11 @@ def is_there(store: Store, generation: int) -> bool:
         return can_be_opened(store, manifest_name(generation))
     except CheckpointError:
         return True
+
+
+def is_current(store: Store, generation: int) -> bool:
+    """Whether this generation is still the newest: it was neither replaced nor removed since it was opened."""
+    return newest_generation(store) == generation and is_there(store, generation)
 
 
 def is_committed(store: Store, generation: int) -> bool:
@@ -169,7 +174,7 @@ def newest(store: Store) -> Newest:
         if found is not None:
             return Newest(*found, [number for number in listed if number < found[0]], names)
         if not listed:
-            raise CheckpointNotFound(f"there is no checkpoint at {store.url}. {_why_not(store, names)}")
+            raise CheckpointNotFound(_nothing(store, names))
         if time.monotonic() >= give_up:
             raise CheckpointNotFound(
                 f"{store.url} lists {manifest_name(listed[0])}, which cannot be opened, and nothing newer was found in "
@@ -194,6 +199,14 @@ def newest_above(store: Store, listed: int, look: Callable[[int], T | None]) -> 
         if data is not None:
             found, last = (number, data), number + 1
     return found
+
+
+def _nothing(store: Store, names: Collection[str]) -> str:
+    """Says that there is no checkpoint, and why."""
+    if isinstance(store, AtGeneration):
+        there = newest_generation(store.inner)
+        return f"there is no generation {store.generation} at {store.url}{f'; the newest is {there}' if there else ''}."
+    return f"there is no checkpoint at {store.url}. {_why_not(store, names)}"
 
 
 def _why_not(store: Store, names: Collection[str]) -> str:

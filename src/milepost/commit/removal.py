@@ -33,12 +33,14 @@ from milepost.commit.find import REMOVED, generations_in, is_there, newest, pars
 from milepost.commit.publish import sweep
 from milepost.core.manifest import generation_of, intended_generation, manifest_name
 from milepost.data.read import read_bytes
-from milepost.errors import AlreadyExists, CheckpointDamaged, StorageError
+from milepost.errors import AlreadyExists, CheckpointDamaged, CheckpointNotFound, StorageError
 from milepost.events.operation import Operation, operating, phasing
 from milepost.store import Store
 
 _log = logging.getLogger("milepost")
 _MAX_MARKER_BYTES = 100
+_TRIES = 4
+"""How often a marker is created that another job, which removes the same checkpoint, sweeps away."""
 LATE_S = 3600.0
 """A request that was sent so long ago takes effect no more: S3 and Azure refuse one after 15 minutes."""
 
@@ -56,17 +58,34 @@ def _remove(place: Store, operation: Operation) -> str:
     generation, data, _, names = newest(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest, names)
-    if generations_in(place, names_at(place)) != [generation]:
+    there = generations_in(place, names_at(place))
+    if not there:
+        raise CheckpointNotFound(f"{place.url} was removed by another job")
+    if there != [generation]:
         raise StorageError(f"{place.url} is being saved to, or older manifests there cannot be deleted; it stays")
-    marker = manifest_name(generation) + REMOVED
-    with suppress(AlreadyExists):  # another job removes it too
-        place.create(marker, manifest.save_id.encode())
+    marker = _mark(place, generation, manifest.save_id)
     if place.traits.is_current:  # the manifest is the one that was read: its number is not used again
         _clear(place, manifest_name(generation), f"data/{manifest.save_id}/")
     else:
         finish_removal(place, [marker])
     operation.remove(generation, sum(file.size_bytes for file in manifest.files))
     return marker
+
+
+def _mark(place: Store, generation: int, save_id: str) -> str:
+    """Create the marker of a removal, and give its name. Raises CheckpointNotFound if another job removed it first."""
+    marker = manifest_name(generation) + REMOVED
+    for _ in range(_TRIES):
+        try:
+            place.create(marker, save_id.encode())
+        except AlreadyExists:
+            return marker  # another job removes it too
+        except FileNotFoundError:  # that job swept what was to be the marker, or removed the folder
+            if not is_there(place, generation):
+                raise CheckpointNotFound(f"{place.url} was removed by another job") from None
+        else:
+            return marker
+    raise StorageError(f"{place.url} cannot be removed: what is created there is gone at once")
 
 
 def remove_unfinished(place: Store, *, step: int | None = None) -> str | None:

@@ -143,5 +143,6 @@ def _tried(trial: _Trial) -> list[PlaceCheck]:
 
 def _failed(name: str, error: CheckpointError | OSError) -> PlaceCheck:
     """What an error says. Those of stores say themselves what to do."""
-    found = str(error) if isinstance(error, CheckpointError) else f"{explain(error)} ({error.filename})"
-    return PlaceCheck(name=name, state="fail", found=found)
+    where = "" if isinstance(error, CheckpointError) or not error.filename else f" ({error.filename})"
+    found = str(error) if isinstance(error, CheckpointError) else explain(error)
+    return PlaceCheck(name=name, state="fail", found=found + where)

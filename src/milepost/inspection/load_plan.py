@@ -102,8 +102,9 @@ class NewMesh:
 def _axes(text: str) -> tuple[tuple[str, ...], Shape]:
     parts = re.split(r"[x,]", text) if "=" not in text else text.split(",")
     found = [_AXIS.fullmatch(part.strip()) for part in parts]
-    if not all(found):
-        raise InvalidRequest(f"{text!r} is no mesh: write 2x3, or dp=2,tp=3")
+    names = [one[1] for one in found if one and one[1]]
+    if not all(found) or len(set(names)) < len(names):
+        raise InvalidRequest(f"{text!r} is no mesh: write 2x3, or dp=2,tp=3, each axis once")
     return tuple(one[1] or "" for one in found if one), tuple(int(one[2]) for one in found if one)
 
 
@@ -111,8 +112,9 @@ def _cuts(text: str, axes: Sequence[str]) -> Cuts:
     parts = [part.strip() for part in text.split(",")]
     if all("=" in part for part in parts):
         named = dict(part.split("=", 1) for part in parts)
-        if set(named) - set(axes):
-            raise InvalidRequest(f"{text!r} names axes that the mesh does not have: {', '.join(filter(None, axes))}")
+        if set(named) - set(axes) or len(named) < len(parts):
+            has = ", ".join(filter(None, axes)) or "none with a name"
+            raise InvalidRequest(f"{text!r} does not name axes of the mesh, each once at most; it has {has}")
         parts = [named.get(axis, "replicate") for axis in axes]
     if len(parts) != len(axes):
         raise InvalidRequest(f"{text!r} has {len(parts)} cuts, and the mesh has {len(axes)} axes")
@@ -129,7 +131,7 @@ def _cut(part: str, text: str) -> int | None:
 
 
 def _rule(text: str, axes: Sequence[str]) -> tuple[str, Cuts]:
-    pattern, separator, cuts = text.partition(":")
+    pattern, separator, cuts = text.rpartition(":")  # a key may hold one, and cuts do not
     if not separator:
         raise InvalidRequest(f"{text!r} is no rule: write PATTERN:CUTS, as in '*.wo.weight:replicate,shard1'")
     return pattern, _cuts(cuts, axes)

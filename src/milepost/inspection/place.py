@@ -1,7 +1,7 @@
 """Places as people write them for a question: a path or URL, and `@3` behind it for generation 3."""
 
+import os
 import re
-from pathlib import Path
 
 from milepost.store import AtGeneration, Location, Store, store_at
 
@@ -14,6 +14,6 @@ def place_at(path: Location) -> Store:
     A slash at the end says that the `@3` belongs to the name.
     """
     match = _GENERATION.fullmatch(path) if isinstance(path, str) else None
-    if match is None or Path(str(path)).exists():
+    if match is None or os.path.exists(str(path)):
         return store_at(path)
     return AtGeneration(match[1], int(match[2]))

@@ -59,7 +59,7 @@ def plan_pruning(path: Location, rule: Rule, *, unfinished: bool = False, names:
         )
     _refuse_unknown_metric(summary, known.values(), rule)
     doomed = set(Shelf(store_at(path), patterns).doomed(rule))
-    kept = why_kept(rule, list(known.values()), patterns)
+    kept = why_kept(rule, [step for step in known.values() if step.format == "milepost"], patterns)
     steps = [
         PrunedStep(number, step.name, number not in doomed, _why(step, kept.get(step.name, ())), step.file_bytes)
         for number, step in sorted(known.items())
@@ -84,6 +84,8 @@ def _refuse_unknown_metric(summary: PlaceSummary, steps: Iterable[StepSummary], 
 
 
 def _why(step: StepSummary, kept: tuple[str, ...]) -> tuple[str, ...]:
+    if step.format != "milepost":
+        return ("of another format",)
     return kept or (("not whole, so it does not count",) if step.state in ("damaged", "unreadable") else ())
 
 

@@ -16,7 +16,7 @@ import msgspec
 
 from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
-from milepost.commit.find import generations_in, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, intended_generation, unseal_brief
 from milepost.errors import (
@@ -29,6 +29,7 @@ from milepost.errors import (
     UnsafeCheckpoint,
 )
 from milepost.formats.read.names import is_deepspeed, names_look_foreign
+from milepost.inspection.foreign_files import iso, look_at_foreign, size_and_time
 from milepost.inspection.verified import verified_at
 from milepost.state.values import Codec
 from milepost.steps.names import StepNames, names_in
@@ -155,10 +156,10 @@ def look_at(path: Location, seen: SeenSteps | None = None) -> PlaceSummary:
     A step that cannot be read is no error: its `state` says so. Object stores are asked for several steps at once.
     `seen`: of an earlier look at the same place.
     """
-    store = store_at(path)
-    if isinstance(store, LocalStore) and store.root.is_file():
-        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_opened(store, "").summary,))
-    now, names = datetime.now(UTC), names_at(store)
+    store, now = store_at(path), datetime.now(UTC)
+    if isinstance(store, LocalStore) and os.path.isfile(store.root):
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_aged(_opened(store, "").summary, now),))
+    names = names_at(store)
     own = _look(store, "", names) if names else None
     if own is not None and own.manifest is None and own.summary.state == "whole":
         own = _opened(store, "")  # one of another library: there is time to look into it
@@ -190,7 +191,7 @@ def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
     A place with a checkpoint of its own is no run here. Looks at as few steps as it can. Raises CheckpointNotFound if
     no step is whole.
     """
-    if not _lists_folders(root) or (isinstance(root, LocalStore) and root.root.is_file()):
+    if not _lists_folders(root) or (isinstance(root, LocalStore) and os.path.isfile(root.root)):
         return None
     names = names_at(root)
     files = {name for name in names if not name.endswith("/")}
@@ -228,7 +229,7 @@ def _lists_folders(root: Store) -> bool:
 def _nothing(store: Store) -> PlaceSummary:
     """The file of another library that a URL names; or nothing, and why."""
     try:
-        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_whole(store, "", files_at(store).manifest),))
+        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_foreign(store, ""),))
     except CheckpointNotFound as error:
         return PlaceSummary(url=store.url, kind="nothing", reason=str(error))
     except CheckpointError as error:
@@ -329,7 +330,7 @@ def _other(place: Store, name: str, names: frozenset[str]) -> _Inspected | None:
     files = {one for one in names if not one.endswith("/")}
     if names_look_foreign(files):
         format_name = "dcp" if METADATA in files else "deepspeed" if is_deepspeed(files) else "safetensors"
-        size_bytes, created = _files_of(place)
+        size_bytes, created = size_and_time(place)
         told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
         return _Inspected(_step(place, name, state="whole", format=format_name, **told), place)
     if any(one.endswith(".distcp") for one in files):
@@ -351,39 +352,30 @@ def _has_attempts(place: Store) -> bool:
     return any(intended_generation(name) is not None for name in found)
 
 
-def _files_of(place: Store) -> tuple[int | None, str | None]:
-    """The size of all files in a local folder and the time of the newest; not known elsewhere."""
-    if not isinstance(place, LocalStore):
-        return None, None
-    size_bytes, newest_s = 0, 0.0
-    for folder, _, names in os.walk(place.root):
-        for name in names:
-            try:
-                status = os.stat(os.path.join(folder, name), follow_symlinks=False)
-            except OSError:
-                continue
-            size_bytes, newest_s = size_bytes + status.st_size, max(newest_s, status.st_mtime)
-    return size_bytes, _iso(newest_s)
-
-
 def _torch_file(root: Store, name: str) -> _Inspected:
     """A file of torch.save, by its name."""
     size_bytes, created = None, None
     with contextlib.suppress(OSError):  # removed meanwhile
         if isinstance(root, LocalStore):
             status = (root.root / name).stat()
-            size_bytes, created = status.st_size, _iso(status.st_mtime)
+            size_bytes, created = status.st_size, iso(status.st_mtime)
     told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
     return _Inspected(_step(Within(root, name), name, state="whole", format="torch", **told), root)
 
 
 def _opened(store: Store, name: str) -> _Inspected:
-    """A checkpoint of another library, opened."""
+    """A checkpoint of another library, opened; what is wrong with it is in its state."""
     try:
-        summary = _whole(store, name, files_at(store).manifest)
+        return _Inspected(_foreign(store, name), store)
     except CheckpointError as error:
         return _Inspected(_broken(store, name, error), store)
-    return _Inspected(msgspec.structs.replace(summary, created=_files_of(store)[1]), store)
+
+
+def _foreign(store: Store, name: str) -> StepSummary:
+    """What a checkpoint of another library holds, with a look at its files. Raises what `files_at` raises."""
+    with contextlib.closing(files_at(store)) as files:
+        found = msgspec.structs.replace(_whole(store, name, files.manifest), created=size_and_time(store)[1])
+        return _looked(found, lambda: look_at_foreign(files))
 
 
 def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
@@ -400,7 +392,9 @@ def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
     def look(i: int) -> StepSummary:
         manifest = seen[i].manifest
         assert manifest is not None
-        return _looked(seen[i], manifest)
+        found = _looked(seen[i].summary, lambda: look_at_files(seen[i].place, manifest))
+        is_stale = found.state == "damaged" and not is_current(seen[i].place, manifest.generation)
+        return _again(seen[i]) if is_stale else found
 
     # In a file system, `look_at_files` itself looks for several files at once.
     found = each(root, look, chosen) if root.traits.is_current else list(map(look, chosen))
@@ -408,14 +402,22 @@ def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
     return [_Inspected(looked.get(i, one.summary), one.place, one.manifest) for i, one in enumerate(seen)]
 
 
-def _looked(one: _Inspected, manifest: Manifest) -> StepSummary:
+def _again(one: _Inspected) -> StepSummary:
+    """What is there now, where a checkpoint was replaced or removed between the looks at its manifest and its files."""
+    found = _look(one.place, "" if one.summary.name == "." else one.summary.name, None)
+    gone = msgspec.structs.replace(one.summary, state="removed", reason="it was removed a moment ago")
+    return gone if found is None else found.summary
+
+
+def _looked(summary: StepSummary, look: Callable[[], object]) -> StepSummary:
+    """A summary with what a look at the files says."""
     try:
-        look_at_files(one.place, manifest)
+        look()
     except (CheckpointDamaged, UnsafeCheckpoint) as error:
-        return msgspec.structs.replace(one.summary, state="damaged", reason=str(error), looked_at="files")
+        return msgspec.structs.replace(summary, state="damaged", reason=str(error), looked_at="files")
     except StorageError as error:
-        return msgspec.structs.replace(one.summary, state="unreadable", reason=str(error))
-    return msgspec.structs.replace(one.summary, looked_at="files")
+        return msgspec.structs.replace(summary, state="unreadable", reason=str(error))
+    return msgspec.structs.replace(summary, looked_at="files")
 
 
 def _step(place: Store, name: str, **told: Any) -> StepSummary:
@@ -435,10 +437,6 @@ def _aged(step: StepSummary, now: datetime) -> StepSummary:
         return step
     created = created if created.tzinfo is not None else created.replace(tzinfo=UTC)
     return msgspec.structs.replace(step, age_s=round((now - created).total_seconds(), 1))
-
-
-def _iso(seconds: float) -> str | None:
-    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="seconds") if seconds else None
 
 
 def _retention_of(manifest: Manifest | None) -> Rule | None:

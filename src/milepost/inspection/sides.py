@@ -4,10 +4,10 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from milepost.commit.find import find, parse
+from milepost.commit.find import find, is_current, parse
 from milepost.core.manifest import Manifest
 from milepost.data.read import Files
-from milepost.errors import CheckpointNotFound
+from milepost.errors import CheckpointDamaged, CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import look_at
 from milepost.store import Location, Reader, Store, Traits
@@ -52,7 +52,10 @@ class ComparedSide:
 
 @contextlib.contextmanager
 def opened(path: Location) -> Iterator[ComparedSide]:
-    """Open a checkpoint. Raises CheckpointNotFound, naming the newest step where the place is a run."""
+    """Open a checkpoint. Raises CheckpointNotFound, naming the newest step where the place is a run.
+
+    What is missing inside because a newer save replaced it, or it was removed, is CheckpointNotFound, too.
+    """
     store, count = place_at(path), ByteCount()
     try:
         number, data = find(store)
@@ -67,6 +70,12 @@ def opened(path: Location) -> Iterator[ComparedSide]:
         files, ours = foreign.files, False
     try:
         yield ComparedSide(store.url, files, count, ours=ours)
+    except CheckpointDamaged as error:
+        if ours and not is_current(store, number):
+            raise CheckpointNotFound(
+                f"{store.url} was replaced or removed while it was compared. Compare again, or name another step"
+            ) from error
+        raise
     finally:
         files.close()
 

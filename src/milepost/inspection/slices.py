@@ -15,6 +15,7 @@ from milepost.inspection.contents import EntryDetail, detail_of
 Index = int | slice | EllipsisType
 MOST_VALUES = 1_000_000
 """How many elements one call reads."""
+_PAIRS = "float4_e2m1fn_x2"
 _NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
 
 
@@ -47,6 +48,8 @@ def values_at(checkpoint: Checkpoint, key: str, index: str) -> EntryDetail:
     if detail.entry.kind != "tensor":
         raise InvalidRequest(f"{key!r} is no tensor, so it has no slices")
     lazy, parts = checkpoint.tensors[key], index_of(index)
+    if lazy.dtype_name == _PAIRS:
+        raise InvalidRequest(f"{key!r} holds two numbers of four bits in each byte, which torch cannot show")
     touched = _touched(parts, lazy.shape)
     if touched > MOST_VALUES:
         raise InvalidRequest(

@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from milepost.checkpoint import Checkpoint, open_checkpoint
+from milepost.commit.find import is_current
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.data.read import Damage
@@ -16,6 +17,7 @@ from milepost.errors import (
     CheckpointError,
     CheckpointNotFound,
     InvalidRequest,
+    StorageError,
     UnsafeCheckpoint,
 )
 from milepost.inspection.place import place_at
@@ -23,8 +25,12 @@ from milepost.inspection.runs import look_at, place_of_step
 from milepost.inspection.verified import record_verified
 from milepost.store import Location, Store
 
-VerifiedState = Literal["whole", "damaged", "missing", "unreadable"]
-"""`missing`: there is no checkpoint. `unreadable`: it may be whole, but not for us: no permission, or newer."""
+VerifiedState = Literal["whole", "damaged", "missing", "unreadable", "removed"]
+"""`missing`: there is no checkpoint. `unreadable`: it may be whole, but not for us: no permission, or newer.
+`removed`: a step of a run that was removed before it was read through.
+"""
+_TRIES = 4
+"""How often a checkpoint is opened because a newer save replaced the one that was read, as a load does."""
 
 
 class DamagedBox(msgspec.Struct, frozen=True):
@@ -44,7 +50,10 @@ class DamagedPlace(msgspec.Struct, frozen=True):
 
 
 class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """What a look at every byte of one checkpoint found. `recorded`: when that was noted beside it, if it was."""
+    """What a look at every byte of one checkpoint found.
+
+    `recorded`: when that was noted beside it, if it was. `not_recorded`: why that could not be written.
+    """
 
     url: str
     state: VerifiedState
@@ -55,6 +64,7 @@ class VerifiedCheckpoint(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float = 0.0
     damages: tuple[DamagedPlace, ...] = ()
     recorded: str | None = None
+    not_recorded: str = ""
 
 
 class VerifyReport(msgspec.Struct, frozen=True):
@@ -81,26 +91,46 @@ def checkpoints_at(path: Location) -> Sequence[Store]:
 def verify_one(place: Store, progress: Watcher | None = None, *, record: bool = False) -> VerifiedCheckpoint:
     """Read and check all of one checkpoint. Raises nothing for what may be wrong with it: `state` says it.
 
-    `record`: if it is whole, note beside it that it was verified now. Raises InvalidRequest for what is only read.
+    What a newer save replaces meanwhile is given up, and that save is read. `record`: if it is whole, note beside it
+    that it was verified now. Raises InvalidRequest for what is only read.
     """
     try:
-        with open_checkpoint(place) as checkpoint:
-            return _verified(checkpoint, place, progress, record)
-    except InvalidRequest:
-        raise
-    except CheckpointNotFound as error:
-        return VerifiedCheckpoint(url=place.url, state="missing", reason=str(error))
-    except (CheckpointDamaged, UnsafeCheckpoint) as error:
-        return VerifiedCheckpoint(url=place.url, state="damaged", reason=str(error))
+        for left in reversed(range(_TRIES)):
+            with open_checkpoint(place) as checkpoint:
+                found, generation = _verified(checkpoint, progress), checkpoint.generation
+                is_done = not left or not generation or (found.state == "whole" and not record)
+                if is_done or is_current(place, generation):
+                    return _noted(found, place, generation) if record else found
     except CheckpointError as error:
-        return VerifiedCheckpoint(url=place.url, state="unreadable", reason=str(error))
+        return unverified(place, error)
+    raise AssertionError
 
 
-def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, record: bool) -> VerifiedCheckpoint:
+def unverified(place: Store, error: CheckpointError) -> VerifiedCheckpoint:
+    """What is told of a checkpoint that could not be opened or read. Raises the error if it tells of a wrong use."""
+    if isinstance(error, InvalidRequest):
+        raise error
+    damaged = isinstance(error, (CheckpointDamaged, UnsafeCheckpoint))
+    state: VerifiedState = "damaged" if damaged else "unreadable"
+    return VerifiedCheckpoint(
+        url=place.url, state="missing" if isinstance(error, CheckpointNotFound) else state, reason=str(error)
+    )
+
+
+def _noted(found: VerifiedCheckpoint, place: Store, generation: int) -> VerifiedCheckpoint:
+    """The same, with a note of it beside a whole checkpoint of ours."""
+    if found.state != "whole" or not generation:
+        return found
+    try:
+        return msgspec.structs.replace(found, recorded=record_verified(place, generation))
+    except StorageError as error:
+        return msgspec.structs.replace(found, not_recorded=str(error))
+
+
+def _verified(checkpoint: Checkpoint, progress: Watcher | None) -> VerifiedCheckpoint:
     started = time.monotonic()
     found = checkpoint.verify(progress=progress)
     seconds = time.monotonic() - started
-    noted = record_verified(place, checkpoint.generation) if record and found.ok and checkpoint.generation else None
     return VerifiedCheckpoint(
         url=checkpoint.url,
         state="whole" if found.ok else "damaged",
@@ -109,7 +139,6 @@ def _verified(checkpoint: Checkpoint, place: Store, progress: Watcher | None, re
         bytes_read=found.bytes_read,
         seconds=round(seconds, 6),
         damages=tuple(_placed(checkpoint, found.damages)),
-        recorded=noted,
     )
 
 

@@ -5,6 +5,7 @@ names the two scripts and the style by their hashes, and allows nothing else.
 """
 
 import base64
+import contextlib
 import hashlib
 import html
 import os
@@ -15,8 +16,10 @@ from pathlib import Path
 
 import msgspec
 
+from milepost.core.plain_json import plain_json
 from milepost.errors import StorageError
 from milepost.store import Location
+from milepost.store.advice import explain
 from milepost.view.collect import Tell, ViewOptions, collect
 from milepost.view.record import Page
 
@@ -69,15 +72,18 @@ def write_page(
 
 def save_page(page_: Page, path: str | os.PathLike[str]) -> Path:
     """Write a page into a file. An old file is replaced as a whole. Raises StorageError if it cannot be written."""
-    page, target = make_page(page_), Path(path)
+    page, target = make_page(page_), Path(os.path.realpath(path))  # a link stays, and what it leads to is replaced
     beside = target.with_name(f".{target.name}.{os.getpid()}.part")
     try:
         beside.write_bytes(page)
         beside.replace(target)
-    except OSError as error:
-        beside.unlink(missing_ok=True)
-        raise StorageError(f"cannot write {target}: {error.strerror or error}", errno=error.errno) from error
-    return target
+    except BaseException as error:
+        with contextlib.suppress(OSError):
+            beside.unlink()
+        if isinstance(error, OSError):
+            raise StorageError(f"cannot write {os.fspath(path)}: {explain(error)}", errno=error.errno) from error
+        raise
+    return Path(path)
 
 
 def make_page(page: Page, *, live: str = "", number: int = 0) -> bytes:
@@ -122,7 +128,7 @@ def data_of(page: Page) -> dict[str, bytes]:
     """What the page shows, as base64 of deflated bytes: `page` is JSON, the other two are columns."""
     rows = msgspec.structs.replace(page, statistics_bytes=b"", changes_bytes=b"")
     contents = {
-        "page": msgspec.json.encode(rows),
+        "page": plain_json(rows),
         "statistics": page.statistics_bytes,
         "changes": page.changes_bytes,
     }

@@ -11,7 +11,7 @@ from milepost.cli.command import command as make_command
 from milepost.cli.output import print_record, progress_shown
 from milepost.cli.places import PLACE
 from milepost.cli.session import Session
-from milepost.cli.statuses import Status
+from milepost.cli.statuses import Status, worst
 from milepost.copying.checkpoint_copy import CopyOptions
 from milepost.copying.copy import copy_place
 from milepost.copying.records import Copied, CopiedStep, CopyState
@@ -54,7 +54,7 @@ def command(
     with progress_shown() as bar:
         done = copy_place(place_at(source), store_to_save(target), choice, CopyOptions(overwrite), bar, dry_run=dry_run)
     print_record(done, session.json, lambda: _blocks(done))
-    return max((_SHOWN[step.state][2] for step in done.steps), default=Status.FINE)
+    return worst(_SHOWN[step.state][2] for step in done.steps)
 
 
 def ranges_of(text: str) -> Iterator[range]:

@@ -74,7 +74,7 @@ def _blocks(plan: PlannedLoad, rank: int | None) -> Iterator[Block]:
         yield line("ranks of several machines read each byte once instead, and send it to those that want it")
     if rank is not None:
         yield line("")
-        yield line(f"rank {rank} reads from")
+        yield line(f"rank {rank} reads {'from' if plan.files_of else 'nothing'}")
         yield TextTable(_FILES, [[one.file, words.size(one.bytes), f"{one.reads:,}"] for one in plan.files_of])
 
 

@@ -34,7 +34,6 @@ _COLUMNS = [
     Column("METRICS", rank=2),
     Column("KEPT", rank=3),
     Column("VERIFIED", rank=6),
-    Column("NAME", rank=7),
 ]
 
 
@@ -58,7 +57,8 @@ def command(session: Session, path: str) -> Status:
 
 
 def _blocks(summary: PlaceSummary) -> Iterator[Block]:
-    yield TextTable(_COLUMNS, [_row(step, summary) for step in summary.steps])
+    name = Column("NAME", rank=7 if all(step.step is not None for step in summary.steps) else 0)
+    yield TextTable([*_COLUMNS, name], [_row(step, summary) for step in summary.steps])
     for step in summary.steps:
         if step.reason:
             yield line(f"{_name(step)}: ", Cell(step.reason, STYLES[step.state]))

@@ -18,6 +18,7 @@ from milepost.inspection.pruning import PrunedStep, Pruning, plan_pruning, prune
 from milepost.steps.names import OWN_NAMES
 from milepost.steps.retention import Rule
 from milepost.store import store_at
+from milepost.store.read_only import refuse_read_only
 
 _COLUMNS = [Column("STEP", right=True), Column(""), Column("SIZE", right=True), Column("WHY")]
 _COUNT = click.IntRange(min=1)
@@ -63,6 +64,8 @@ def command(
     if not dry_run and not yes and not sys.stdin.isatty():
         raise InvalidRequest("there is no terminal to ask on; pass --yes to remove, or --dry-run to look")
     place = store_at(path)
+    if not dry_run:
+        refuse_read_only(place)  # before a look that may take a while
     with advising(place):
         plan = plan_pruning(place, rule, unfinished=unfinished, names=names)
     if dry_run:
@@ -98,6 +101,9 @@ def _staying(pruning: Pruning) -> str:
 
 
 def _row(step: PrunedStep, pruning: Pruning) -> list[Cell | str]:
-    gone = step.step in pruning.removed
-    verb = Cell("removed" if pruning.done else "remove", "bad") if gone else Cell("keep", "good")
-    return [Cell(str(step.step), "bold"), verb, words.size(step.file_bytes), ", ".join(step.why)]
+    if step.step in pruning.removed:
+        verb = Cell("removed" if pruning.done else "remove", "bad")
+    else:
+        verb = Cell("left", "warn") if step.step in pruning.left else Cell("keep", "good")
+    why = "could not be removed" if step.step in pruning.left else ", ".join(step.why)
+    return [Cell(str(step.step), "bold"), verb, words.size(step.file_bytes), why]

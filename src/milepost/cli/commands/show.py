@@ -169,7 +169,7 @@ def _detail_blocks(detail: EntryDetail) -> Iterator[Block]:
         yield line(Cell("stored    ", "dim"), f"through {', '.join(one.transforms)}")
     if detail.statistics is not None:
         yield line(Cell("numbers   ", "dim"), statistics_words(detail.statistics))
-    if detail.index:
+    if detail.values_text:
         yield line(Cell(f"[{detail.index}]", "dim"))
         yield from (line(text) for text in detail.values_text.splitlines())
         return

@@ -11,9 +11,10 @@ from milepost.cli.blocks import Block, Cell, Style, line
 from milepost.cli.command import command as make_command
 from milepost.cli.escape import shown
 from milepost.cli.output import print_record, progress_shown, remark, write
-from milepost.cli.places import PLACE, where_to_look
+from milepost.cli.places import PLACE, advised
 from milepost.cli.session import Session
-from milepost.cli.statuses import Status
+from milepost.cli.statuses import Status, worst
+from milepost.errors import CheckpointError
 from milepost.inspection.place import place_at
 from milepost.inspection.verification import (
     DamagedBox,
@@ -22,8 +23,10 @@ from milepost.inspection.verification import (
     VerifiedState,
     VerifyReport,
     checkpoints_at,
+    unverified,
     verify_one,
 )
+from milepost.store import Store
 from milepost.store.read_only import refuse_read_only
 
 _STATES: dict[VerifiedState, tuple[Style, Status]] = {
@@ -31,6 +34,7 @@ _STATES: dict[VerifiedState, tuple[Style, Status]] = {
     "missing": ("warn", Status.NOT_FOUND),
     "damaged": ("bad", Status.DAMAGED),
     "unreadable": ("warn", Status.STORAGE),
+    "removed": ("dim", Status.FINE),
 }
 _SHOWN = 100
 """How many damaged places of one checkpoint are shown as text."""
@@ -42,18 +46,15 @@ _SHOWN = 100
 def command(session: Session, paths: tuple[str, ...], record: bool) -> Status:
     """Read every byte, and name what is damaged.
 
-    Of a run, all steps are read, but not those that were never finished. Names each damaged block by its file, tensor
-    and box. The exit status is 4 if anything is damaged, 3 if there is no checkpoint, 5 if one cannot be read.
+    Of a run, all steps are read, but not those that were never finished or are removed meanwhile. Names each damaged
+    block by its file, tensor and box. The exit status is 4 if anything is damaged, 3 if there is no checkpoint, 5 if
+    one cannot be read.
     """
-    for path in paths if record else ():
-        refuse_read_only(place_at(path))  # now, and not after an hour of reading
-    places = [place for path in paths for place in checkpoints_at(path)]
+    roots = [place_at(path) for path in paths]
+    for root in roots if record else ():
+        refuse_read_only(root)  # now, and not after an hour of reading
     found = []
-    for place in places:
-        with progress_shown() as bar:
-            one = verify_one(place, bar, record=record)
-        if one.state == "missing":
-            one = msgspec.structs.replace(one, reason=f"{one.reason}{where_to_look(place)}")
+    for one in (one for root in roots for one in _verified_at(root, record)):
         found.append(one)
         if not session.json:
             for block in _blocks(one):
@@ -61,10 +62,29 @@ def command(session: Session, paths: tuple[str, ...], record: bool) -> Status:
             sys.stdout.flush()  # a long run tells as it goes
     if session.json:
         print_record(VerifyReport(tuple(found)), True, lambda: ())
-    if record and any(one.state == "whole" and one.recorded is None for one in found):
+    unwritten = [one.not_recorded for one in found if one.not_recorded]
+    for why in unwritten:
+        remark(f"not noted: {why}")
+    if record and any(one.state == "whole" and one.recorded is None and not one.not_recorded for one in found):
         remark("not noted where another library saved: it has no place for that")
-    statuses = {_STATES[one.state][1] for one in found}
-    return Status.DAMAGED if Status.DAMAGED in statuses else max(statuses)
+    return worst([*(_STATES[one.state][1] for one in found), *[Status.STORAGE] * bool(unwritten)])
+
+
+def _verified_at(root: Store, record: bool) -> Iterator[VerifiedCheckpoint]:
+    """What is found at one of the places that were named: a checkpoint, or each step of a run."""
+    try:
+        places = checkpoints_at(root)
+    except CheckpointError as error:
+        yield unverified(root, error)
+        return
+    for place in places:
+        with progress_shown() as bar:
+            one = verify_one(place, bar, record=record)
+        if one.state == "missing" and place is root:
+            one = msgspec.structs.replace(one, reason=advised(one.reason, place))
+        elif one.state == "missing":
+            one = msgspec.structs.replace(one, state="removed")
+        yield one
 
 
 def _blocks(one: VerifiedCheckpoint) -> Iterator[Block]:
@@ -85,9 +105,10 @@ def _blocks(one: VerifiedCheckpoint) -> Iterator[Block]:
 
 def _reason(url: str, place: DamagedPlace) -> str:
     """What is wrong, without the names that stand beside it."""
-    where = f"{url}/{place.file}"
     reason = place.reason.partition("; they hold ")[0]
-    return reason.replace(f"{where}: ", "").removeprefix(f"{where} ")
+    for where in (f"{url}/{place.file}", url):  # the place of one file is that file
+        reason = reason.replace(f": {where}: ", ": ").removeprefix(f"{where}: ").removeprefix(f"{where} ")
+    return reason
 
 
 def _box_words(box: DamagedBox) -> str:

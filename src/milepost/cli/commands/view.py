@@ -1,5 +1,6 @@
 """`milepost view`."""
 
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ import msgspec
 from milepost.cli import words
 from milepost.cli.blocks import Block, Cell, line
 from milepost.cli.command import command as make_command
-from milepost.cli.output import print_record, remark
+from milepost.cli.output import MOMENT_S, can_draw, print_record, remark
 from milepost.cli.places import PLACE
 from milepost.cli.session import Session
 from milepost.cli.statuses import Status
@@ -83,7 +84,9 @@ def command(
             raise InvalidRequest("--serve writes no file; leave out --output")
         return _serve(session, path, wanted, port, opens)
     target = Path(output) if output is not None else Path(f"milepost-{_name(path)}.html")
-    if target.exists() and not force and not is_page(target):
+    if os.path.exists(target) and not os.path.isfile(target):
+        raise InvalidRequest(f"{target} is not a file, and cannot be replaced by one; use another --output")
+    if os.path.exists(target) and not force and not is_page(target):
         raise InvalidRequest(
             f"{target} is not a page of Milepost and would be replaced; use --force, or another --output"
         )
@@ -123,15 +126,15 @@ def _blocks(record: WrittenPage) -> Iterator[Block]:
 
 
 def _tell() -> Callable[[int, int], None] | None:
-    """Say on a terminal how far it is."""
-    if not sys.stderr.isatty():
+    """Say how far it is, on a terminal that can move its cursor, where it takes a moment."""
+    if not can_draw(sys.stderr):
         return None
-    last = 0.0
+    told, due = False, time.monotonic() + MOMENT_S
 
     def tell(done: int, total: int) -> None:
-        nonlocal last
-        if done == total or time.monotonic() - last > _TELL_EVERY_S:
-            last = time.monotonic()
+        nonlocal told, due
+        if told if done == total else time.monotonic() > due:
+            told, due = True, time.monotonic() + _TELL_EVERY_S
             sys.stderr.write("\r\x1b[K" if done == total else f"\rreading step {done:,} of {total:,}")
             sys.stderr.flush()
 

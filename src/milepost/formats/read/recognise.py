@@ -1,6 +1,7 @@
 """Recognises checkpoints of other libraries."""
 
 import contextlib
+import os
 
 from milepost.commit.beside import METADATA
 from milepost.data.read import read_bytes
@@ -16,7 +17,7 @@ from milepost.store import LocalStore, Store
 
 def recognise(store: Store) -> Foreign | None:
     """The checkpoint of another library at this place, opened; None where there is no known one."""
-    if isinstance(store, LocalStore) and store.root.is_file():
+    if isinstance(store, LocalStore) and os.path.isfile(store.root):
         # The user named this file, so a link is followed; one inside a folder would not be.
         path = store.root.resolve()
         store = LocalStore(path.parent)

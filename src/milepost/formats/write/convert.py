@@ -141,10 +141,10 @@ def _foreign(
 ) -> tuple[Path, Callable[[], FolderPlan]]:
     """The folder to write files into, and a function that gives the plan for them."""
     if to == "torch":
-        if target.is_dir():
+        if os.path.isdir(target):
             raise InvalidRequest(f"{target} is a folder; torch.save makes one file")
         return target.parent, lambda: torch_plan(target.name, source.chosen.torch_state())
-    if target.is_file():
+    if os.path.isfile(target):
         raise InvalidRequest(f"{target} is a file; {to} makes a folder")
     if to == "dcp":
         return target, lambda: dcp_plan(*source.chosen.dcp_state(), world, str(target))

@@ -66,7 +66,7 @@ class FolderPlan:
         """Equal on two ranks if they would write the same files in the same way."""
         hasher = xxhash.xxh3_128()
         for file in self.files:
-            hasher.update(f"{file.name}:{file.size_bytes}\n".encode())
+            hasher.update(os.fsencode(f"{file.name}:{file.size_bytes}\n"))
             for start, size, data in file.pieces:
                 hasher.update(b"%d %d" % (start, size))
                 hasher.update(data if isinstance(data, bytes) else b"")
@@ -145,7 +145,7 @@ class NewFiles:
 
 def owned(folder: Path, owns: Callable[[str], bool]) -> tuple[set[str], set[str]]:
     """The files in a folder that belong to a target of this kind, and the leftovers of unfinished attempts."""
-    names = {entry.name for entry in os.scandir(folder)} if folder.is_dir() else set()
+    names = {entry.name for entry in os.scandir(folder)} if os.path.isdir(folder) else set()
     left = {name for name in names if (match := _TEMPORARY.fullmatch(name)) and owns(match[1])}
     return {name for name in names if owns(name)} - left, left
 
@@ -162,7 +162,7 @@ class FolderAttempt:
 
     def __init__(self, folder: Path, comm: Comm, transfer: Transfer, overwrite: bool) -> None:
         self.folder, self.comm, self.transfer, self.overwrite = folder, comm, transfer, overwrite
-        self._made = not folder.exists()
+        self._made = not os.path.exists(folder)
 
     @property
     def call(self) -> Call:
