@@ -11,8 +11,8 @@ import torch
 
 import milepost as library
 from milepost.steps.shelf import step_name
+from tests.cli.bad_places import made
 from tests.cli.running import fine, milepost, refused
-from tests.cli.test_bad_input import made
 from tests.steps.numbered import files_of, flip
 from tests.web import Web
 

@@ -29,7 +29,7 @@ def state(rank, number):
 def keep_saving(rank, port, folder, first, sender):
     """Save ever newer states to one place until killed; if a save fails, send the error and stop."""
     torch.set_num_threads(1)
-    comm = BoardComm(TorchBoard(dist.TCPStore("127.0.0.1", port, is_master=False), WORLD), rank, WORLD, timeout_s=1.5)
+    comm = BoardComm(TorchBoard(dist.TCPStore("127.0.0.1", port, is_master=False), WORLD), rank, WORLD, timeout_s=2.5)
     number = first
     sender.send_bytes(b"ready")
     try:
