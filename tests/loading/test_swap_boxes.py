@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import milepost
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, StateMismatch
+from milepost.loading import pipeline, swap_boxes
 from milepost.loading.rank_match import RankMatch
 from milepost.loading.way import choose_way
 from tests.loading.reading import Reading
@@ -127,6 +128,32 @@ def load_what_does_not_fit(rank, where):
     dist.barrier()
 
 
+def load_while_one_fails(rank, where):
+    """Whatever ends the work of rank 1 between two rounds, all make the rounds, and the same call works then."""
+
+    def fails_in(owner, name, error, at, counts=lambda *_: True):
+        original, calls = getattr(owner, name), []
+
+        def work(*arguments, **options):
+            calls.extend([name] * counts(*arguments))
+            if rank == 1 and len(calls) == at:
+                raise error("on purpose")
+            return original(*arguments, **options)
+
+        setattr(owner, name, work)
+        expected = error if rank == 1 and error is KeyboardInterrupt else CheckpointError
+        with pytest.raises(expected, match="on purpose"):
+            load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB)
+        setattr(owner, name, original)
+        load(rank, where, (3,), [Shard(1)], True)
+
+    fails_in(swap_boxes, "copy_box", TypeError, 20)
+    fails_in(swap_boxes, "copy_box", KeyboardInterrupt, 20)
+    fails_in(swap_boxes, "placement_of", KeyboardInterrupt, 200)
+    fails_in(pipeline, "place_all", KeyboardInterrupt, 4)
+    fails_in(torch, "empty", MemoryError, 1, lambda size, *_: isinstance(size, int) and size > MIB // 4)
+
+
 def load_while_one_dies(rank, where):
     send, sent = dist.all_to_all_single, []
 
@@ -182,6 +209,7 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     assert sum(spawn(3, load_in_rounds, folder)) < 1.25 * size, "in little memory, blocks at edges are read twice"
     assert sum(spawn(4, load_stages, folder)) < 1.1 * size, "all of it is wanted by some rank"
     spawn(3, load_while_a_thread_uses_the_group, folder)
+    spawn(3, load_while_one_fails, folder)
     spawn(3, load_while_one_sends_nothing, folder)
     assert spawn_outcomes(3, load_while_one_dies, folder) == [(True, "told"), None, (True, "told")]
     wide = torch.zeros(64, 3000)
