@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import milepost
+from milepost import Sharded
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, StateMismatch
 from milepost.loading import pipeline, swap_boxes
 from milepost.loading.rank_match import RankMatch
@@ -101,10 +102,14 @@ def load_stages(rank, where):
     for key in ("large", "half"):
         if key in target:
             target[key] = distribute_tensor(target[key].to(torch.float32), mesh, [Shard(1)])
+    if rank == 0:
+        target["row"] = Sharded((100_003,), {(0,): torch.zeros(80_000), (40_000,): torch.zeros(60_003)})  # they overlap
     if rank == 2:
         target["odd"] = torch.zeros(1021, 257, dtype=torch.float32).t()
     store = Reading(where)
     milepost.load(target, store, share_reads=True, allow_unexpected=True, convert_dtype=True)
+    for part in target.pop("row").parts if rank == 0 else ():
+        assert torch.equal(part.data, full["row"][part.box.slices])
     for key, value in target.items():
         got = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(got, full[key].to(got.dtype)), key

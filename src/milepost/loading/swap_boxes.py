@@ -280,8 +280,8 @@ class BoxSwap:
         return count
 
     def _into_own(self, read: PlannedRead, dtype: str) -> list[Placement]:
-        """A read into this rank's own tensor."""
-        parts = [next(part for part in self._wishes[read.key].parts if part.box.contains(read.box))]
+        """A read into this rank's own tensor: several where its parts overlap."""
+        parts = [part for part in self._wishes[read.key].parts if part.box.contains(read.box)]
         return [placement_of(read, dtype, part.data[read.box.within(part.box).slices]) for part in parts]
 
 
