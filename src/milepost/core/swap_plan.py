@@ -34,6 +34,8 @@ _ROUND_BYTES = 4 * MIB
 _MOST_READ_BYTES = 128 * MIB
 """How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
 _SHORTEST_ROUND = 64 * KIB
+_BOX_COST_BYTES = 2 * KIB
+"""About what Python's objects take for a box that is prepared for a message: its place, and where it is read."""
 _KINDS = 4096
 """For how many kinds of tensors a rank keeps what it wants of them."""
 
@@ -103,16 +105,28 @@ def may_swap(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How much a rank sends in a round, and for how many rounds it reads at once."""
+    """How much a rank sends in a round, and for how many rounds, with how many boxes, it reads at once."""
 
     size_bytes: int
     at_once: int
+    boxes: int
 
     @classmethod
     def within(cls, memory_bytes: int, world: int) -> "Rounds":
-        """Rounds so short that what all ranks send to one takes a quarter of its memory; what it sends, another."""
+        """Rounds so short that what all ranks send to one takes a quarter of its memory; what it sends, another.
+
+        A third quarter is for boxes that are prepared: to many ranks go many small ones.
+        """
         size = max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
-        return cls(size, max(min(memory_bytes // 4, _MOST_READ_BYTES) // size, 1))
+        at_once = min(memory_bytes // 4, _MOST_READ_BYTES) // size
+        return cls(size, max(at_once, 1), memory_bytes // (4 * _BOX_COST_BYTES))
+
+
+class Portion(NamedTuple):
+    """What a rank reads at once: up to which round, and the boxes of each chunk with the rank to which they go."""
+
+    stop: int
+    wishes: list[tuple[Chunk, int, Box]]
 
 
 class SwapPlan:
@@ -168,6 +182,17 @@ class SwapPlan:
                 if part is not None:
                     found += [(rank, part) for rank in held.holders if rank in wanted.ranks]
         return sorted(found, key=lambda wish: (wish[0], wish[1].offset))
+
+    def portion(self, chunks: Iterable[Chunk], first: int, rounds: Rounds) -> Portion:
+        """What a rank reads at once of its chunks from round `first` on: one round, and more within the limits."""
+        wishes: list[tuple[Chunk, int, Box]] = []
+        for number, group in itertools.groupby(chunks, key=lambda chunk: chunk.round):
+            found = [(chunk, to, box) for chunk in group for to, box in self.wishes_for(chunk)]
+            is_full = number - first >= rounds.at_once or len(wishes) + len(found) > rounds.boxes
+            if number > first and is_full:
+                return Portion(number, wishes)
+            wishes += found
+        return Portion(first + rounds.at_once, wishes)
 
     def messages(self, sender: int, receiver: int) -> Iterator[tuple[int, Message]]:
         """What one rank sends another, with the round, as the receiver works it out. Rounds without any are left out.

@@ -11,7 +11,7 @@ the process group in another thread at the same time can mix its own messages wi
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -161,9 +161,9 @@ class BoxSwap:
         self.rounds = 0
         self.keys = frozenset(self._plan.keys & wishes.keys())
         # Taken while this rank can still fail alone: later, the others wait for what it sends.
-        size, heads = self._sizes.size_bytes, comm.size * _HEAD
-        self._outgoing.take(min(self._sizes.at_once, self.own_rounds) * (size + heads))
-        self._incoming.take(min(comm.size * size, self.size_bytes) + heads)
+        size, at_once = self._sizes.size_bytes, min(self._sizes.at_once, self.own_rounds)
+        self._outgoing.take(at_once * size + min(at_once * comm.size, self._sizes.boxes) * _HEAD)
+        self._incoming.take(min(comm.size * size, self.size_bytes) + comm.size * _HEAD)
 
     @property
     def size_bytes(self) -> int:
@@ -178,13 +178,13 @@ class BoxSwap:
         are through, Ctrl-C too, and nothing more is read. An error of the process group ends the swap.
         """
         troubles: list[BaseException] = []
-        for first in range(0, self.rounds, self._sizes.at_once):
-            stop = min(first + self._sizes.at_once, self.rounds)
+        first = 0
+        while first < self.rounds:
             try:
-                batch = self._prepare(first, stop)
+                batch = self._prepare(first)
             except KeyboardInterrupt as error:
                 troubles.append(error)
-                batch = self._prepare(first, stop)  # the others wait for what it sends
+                batch = self._prepare(first)  # the others wait for what it sends
             try:
                 if not troubles:
                     read(batch.placements)
@@ -201,19 +201,20 @@ class BoxSwap:
                     meter.report()
                 except BaseException as error:  # noqa: BLE001  # raised when all rounds are through
                     troubles.append(error)
+            first += len(batch.envelopes)
         if troubles:
             raise next((one for one in troubles if not isinstance(one, Exception)), troubles[0])
 
-    def _prepare(self, first: int, stop: int) -> "_Batch":
-        """What this rank reads for some rounds: into its own tensors, and into messages."""
+    def _prepare(self, first: int) -> "_Batch":
+        """What this rank reads at once, from this round on: into its own tensors, and into messages."""
         own: list[Placement] = []
-        rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, stop)]
-        for chunk in self._read_for(first, stop):
-            for to, box in self._plan.wishes_for(chunk):
-                if to == self._me:
-                    own += self._into_own(chunk.read_of(box), chunk.tensor.dtype)
-                else:
-                    rounds[chunk.round - first].setdefault(to, []).append((chunk, box))
+        portion = self._plan.portion(self._read_for(first), first, self._sizes)
+        rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, min(portion.stop, self.rounds))]
+        for chunk, to, box in portion.wishes:
+            if to == self._me:
+                own += self._into_own(chunk.read_of(box), chunk.tensor.dtype)
+            else:
+                rounds[chunk.round - first].setdefault(to, []).append((chunk, box))
         batch = _Batch(own)
         messages = [{to: packed([(c.tensor, box) for c, box in sent]) for to, sent in one.items()} for one in rounds]
         memory = self._outgoing.take(sum(_HEAD + m.size_bytes for one in messages for m in one.values()))
@@ -230,11 +231,10 @@ class BoxSwap:
             batch.envelopes.append(_Envelope(memory[start:at], sizes))
         return batch
 
-    def _read_for(self, first: int, stop: int) -> list[Chunk]:
-        """What this rank reads for rounds first..stop."""
+    def _read_for(self, first: int) -> Iterator[Chunk]:
+        """What this rank reads for the rounds from `first` on."""
         low = bisect_left(self._chunks, first, key=lambda chunk: chunk.round)
-        high = bisect_left(self._chunks, stop, lo=low, key=lambda chunk: chunk.round)
-        return self._chunks[low:high]
+        return (self._chunks[at] for at in range(low, len(self._chunks)))
 
     def _receive(
         self, number: int, sent: "_Envelope", timeout_s: float, troubles: list[BaseException]
