@@ -24,7 +24,7 @@ from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import Manifest, ShardFile, Tensor
 from milepost.core.ranks import positions, unpack_ranks
 from milepost.core.shardfile import entry_name, file_order
 
@@ -147,6 +147,9 @@ class SwapPlan:
         self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
         writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
         self._files = [file for file in manifest.files if file.rank in writers]
+        # A file that a damaged manifest lacks stands on the line too: the rank that tries to read it is told.
+        missing = writers - {file.rank for file in manifest.files}
+        self._files += [ShardFile(rank, 1, 1, "") for rank in sorted(missing)]
         self._ends = list(itertools.accumulate(file.size_bytes for file in self._files))
         total = self._ends[-1] if self._ends else 0
         self._cuts = [total * reader // world for reader in range(world + 1)]
