@@ -127,10 +127,14 @@ def load_damaged(rank, where):
 
 def load_what_does_not_fit(rank, where):
     mesh = init_device_mesh("cpu", (3,))
-    target = {"w": distribute_tensor(torch.zeros(64, 3000, dtype=torch.float16), mesh, [Shard(1)])}
+    target = {"w": distribute_tensor(torch.zeros(64, 3000, dtype=torch.float16), mesh, [Shard(1)]), "bytes": b""}
     with pytest.raises(StateMismatch, match=r"(?s)'w' .*cannot hold the value 100000.0 at index \(5, 2500\)"):
         milepost.load(target, where, share_reads=True, convert_dtype=True)
-    dist.barrier()
+    target["w"], reports = distribute_tensor(torch.zeros(64, 3000), mesh, [Shard(1)]), []
+    milepost.load(target, where, share_reads=True, progress=reports.append)
+    assert [one.total_bytes for one in reports[-1:]] == [64 * 1000 * 4 + 100_000] * (rank == 0), (
+        "what is read apart too"
+    )
 
 
 def load_while_one_fails(rank, where):
@@ -219,7 +223,7 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     assert spawn_outcomes(3, load_while_one_dies, folder) == [(True, "told"), None, (True, "told")]
     wide = torch.zeros(64, 3000)
     wide[5, 2500] = 1e5
-    milepost.save({"w": wide}, other)
+    milepost.save({"w": wide, "bytes": bytes(100_000)}, other)
     spawn(3, load_what_does_not_fit, other)
     path = min(folder.glob("data/*/*.safetensors"))
     with path.open("r+b") as file:
