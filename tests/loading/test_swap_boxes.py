@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -135,6 +136,9 @@ def load_what_does_not_fit(rank, where):
     assert [one.total_bytes for one in reports[-1:]] == [64 * 1000 * 4 + 100_000] * (rank == 0), (
         "what is read apart too"
     )
+    report = milepost.explain({"w": target["w"]}, where / "other")
+    assert report.fits(), report
+    assert report.extra_bytes == 0, "a file of another format is not swapped: replicas may still share their reads"
 
 
 def load_while_one_fails(rank, where):
@@ -224,6 +228,8 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     wide = torch.zeros(64, 3000)
     wide[5, 2500] = 1e5
     milepost.save({"w": wide, "bytes": bytes(100_000)}, other)
+    (other / "other").mkdir()
+    save_file({"w": wide}, other / "other/model.safetensors")
     spawn(3, load_what_does_not_fit, other)
     path = min(folder.glob("data/*/*.safetensors"))
     with path.open("r+b") as file:
