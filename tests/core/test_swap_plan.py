@@ -30,7 +30,8 @@ def saved(draw, world):
     by_key = {key: draw(layouts(shape, range(world))) for key, shape in drawn.items()}
     tensors, found = share_out(rows, by_key, world, share_replicas=draw(st.booleans()))
     tensors = tuple(replace(t, parts=draw(st.sampled_from([t.parts, 3]))) for t in tensors)
-    files = tuple(ShardFile(rank, draw(st.integers(1, 5000)), 1, "") for rank in range(world))
+    listed = [rank for rank in range(world) if draw(st.integers(0, 9))]  # whoever reads of another file is told so
+    files = tuple(ShardFile(rank, draw(st.integers(1, 5000)), 1, "") for rank in listed)
     content = {"tensors": tensors, "layouts": found, "files": files, "tree": (), "values": (), "per_rank": ()}
     return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, **content)
 
@@ -135,10 +136,24 @@ def test_all_ranks_read_about_equally_much():
 
 
 def test_rounds_take_little_memory_on_many_ranks():
-    assert Rounds.within(512 * MIB, 4) == Rounds(4 * MIB, 32)
-    assert Rounds.within(512 * MIB, 1024) == Rounds(128 * KIB, 1024)
-    assert Rounds.within(512 * MIB, 16384) == Rounds(64 * KIB, 2048)
-    assert Rounds.within(64 * KIB, 4) == Rounds(64 * KIB, 1)
+    assert Rounds.within(512 * MIB, 4) == Rounds(4 * MIB, 32, 65536)
+    assert Rounds.within(512 * MIB, 1024) == Rounds(128 * KIB, 1024, 65536)
+    assert Rounds.within(512 * MIB, 16384) == Rounds(64 * KIB, 2048, 65536)
+    assert Rounds.within(64 * KIB, 4) == Rounds(64 * KIB, 1, 8)
+
+
+def test_a_rank_reads_for_fewer_rounds_where_they_are_of_many_boxes():
+    _, plan = plan_of(4, 512, columns(4, 512), 64 * KIB)
+    chunks, rounds = list(plan.chunks_of(3)), Rounds(64 * KIB, 4, 700)
+    portion = plan.portion(chunks, 0, rounds)
+    assert portion.stop == 1, "512 boxes in a round, and 700 at once are the most"
+    assert portion.wishes == [(chunk, *wish) for chunk in chunks if chunk.round < 1 for wish in plan.wishes_for(chunk)]
+    _, plan = plan_of(4, 4, columns(4, 4))
+    chunks = list(plan.chunks_of(3))
+    assert plan.portion(chunks, 0, rounds).stop == 4
+    last = chunks[-1].round
+    left = [chunk for chunk in chunks if chunk.round == last]
+    assert {chunk.round for chunk, *_ in plan.portion(left, last, rounds).wishes} == {last}
 
 
 def test_layouts_of_every_kind_say_how_often_a_tensor_is_wanted():

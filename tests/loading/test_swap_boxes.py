@@ -6,11 +6,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import milepost
+from milepost import Sharded
 from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, StateMismatch
+from milepost.loading import pipeline, swap_boxes
 from milepost.loading.rank_match import RankMatch
 from milepost.loading.way import choose_way
 from tests.loading.reading import Reading
@@ -100,10 +103,14 @@ def load_stages(rank, where):
     for key in ("large", "half"):
         if key in target:
             target[key] = distribute_tensor(target[key].to(torch.float32), mesh, [Shard(1)])
+    if rank == 0:
+        target["row"] = Sharded((100_003,), {(0,): torch.zeros(80_000), (40_000,): torch.zeros(60_003)})  # they overlap
     if rank == 2:
         target["odd"] = torch.zeros(1021, 257, dtype=torch.float32).t()
     store = Reading(where)
     milepost.load(target, store, share_reads=True, allow_unexpected=True, convert_dtype=True)
+    for part in target.pop("row").parts if rank == 0 else ():
+        assert torch.equal(part.data, full["row"][part.box.slices])
     for key, value in target.items():
         got = value.full_tensor() if isinstance(value, DTensor) else value
         assert torch.equal(got, full[key].to(got.dtype)), key
@@ -121,10 +128,43 @@ def load_damaged(rank, where):
 
 def load_what_does_not_fit(rank, where):
     mesh = init_device_mesh("cpu", (3,))
-    target = {"w": distribute_tensor(torch.zeros(64, 3000, dtype=torch.float16), mesh, [Shard(1)])}
+    target = {"w": distribute_tensor(torch.zeros(64, 3000, dtype=torch.float16), mesh, [Shard(1)]), "bytes": b""}
     with pytest.raises(StateMismatch, match=r"(?s)'w' .*cannot hold the value 100000.0 at index \(5, 2500\)"):
         milepost.load(target, where, share_reads=True, convert_dtype=True)
-    dist.barrier()
+    target["w"], reports = distribute_tensor(torch.zeros(64, 3000), mesh, [Shard(1)]), []
+    milepost.load(target, where, share_reads=True, progress=reports.append)
+    assert [one.total_bytes for one in reports[-1:]] == [64 * 1000 * 4 + 100_000] * (rank == 0), (
+        "what is read apart too"
+    )
+    report = milepost.explain({"w": target["w"]}, where / "other")
+    assert report.fits(), report
+    assert report.extra_bytes == 0, "a file of another format is not swapped: replicas may still share their reads"
+
+
+def load_while_one_fails(rank, where):
+    """Whatever ends the work of rank 1 between two rounds, all make the rounds, and the same call works then."""
+
+    def fails_in(owner, name, error, at, counts=lambda *_: True):
+        original, calls = getattr(owner, name), []
+
+        def work(*arguments, **options):
+            calls.extend([name] * counts(*arguments))
+            if rank == 1 and len(calls) == at:
+                raise error("on purpose")
+            return original(*arguments, **options)
+
+        setattr(owner, name, work)
+        expected = error if rank == 1 and error is KeyboardInterrupt else CheckpointError
+        with pytest.raises(expected, match="on purpose"):
+            load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB)
+        setattr(owner, name, original)
+        load(rank, where, (3,), [Shard(1)], True)
+
+    fails_in(swap_boxes, "copy_box", TypeError, 20)
+    fails_in(swap_boxes, "copy_box", KeyboardInterrupt, 20)
+    fails_in(swap_boxes, "placement_of", KeyboardInterrupt, 200)
+    fails_in(pipeline, "place_all", KeyboardInterrupt, 4)
+    fails_in(torch, "empty", MemoryError, 1, lambda size, *_: isinstance(size, int) and size > MIB // 4)
 
 
 def load_while_one_dies(rank, where):
@@ -182,11 +222,14 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     assert sum(spawn(3, load_in_rounds, folder)) < 1.25 * size, "in little memory, blocks at edges are read twice"
     assert sum(spawn(4, load_stages, folder)) < 1.1 * size, "all of it is wanted by some rank"
     spawn(3, load_while_a_thread_uses_the_group, folder)
+    spawn(3, load_while_one_fails, folder)
     spawn(3, load_while_one_sends_nothing, folder)
     assert spawn_outcomes(3, load_while_one_dies, folder) == [(True, "told"), None, (True, "told")]
     wide = torch.zeros(64, 3000)
     wide[5, 2500] = 1e5
-    milepost.save({"w": wide}, other)
+    milepost.save({"w": wide, "bytes": bytes(100_000)}, other)
+    (other / "other").mkdir()
+    save_file({"w": wide}, other / "other/model.safetensors")
     spawn(3, load_what_does_not_fit, other)
     path = min(folder.glob("data/*/*.safetensors"))
     with path.open("r+b") as file:

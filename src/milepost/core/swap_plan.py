@@ -24,7 +24,7 @@ from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import Manifest, ShardFile, Tensor
 from milepost.core.ranks import positions, unpack_ranks
 from milepost.core.shardfile import entry_name, file_order
 
@@ -34,6 +34,8 @@ _ROUND_BYTES = 4 * MIB
 _MOST_READ_BYTES = 128 * MIB
 """How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
 _SHORTEST_ROUND = 64 * KIB
+_BOX_COST_BYTES = 2 * KIB
+"""About what Python's objects take for a box that is prepared for a message: its place, and where it is read."""
 _KINDS = 4096
 """For how many kinds of tensors a rank keeps what it wants of them."""
 
@@ -103,16 +105,28 @@ def may_swap(tensor: Tensor) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Rounds:
-    """How much a rank sends in a round, and for how many rounds it reads at once."""
+    """How much a rank sends in a round, and for how many rounds, with how many boxes, it reads at once."""
 
     size_bytes: int
     at_once: int
+    boxes: int
 
     @classmethod
     def within(cls, memory_bytes: int, world: int) -> "Rounds":
-        """Rounds so short that what all ranks send to one takes a quarter of its memory; what it sends, another."""
+        """Rounds so short that what all ranks send to one takes a quarter of its memory; what it sends, another.
+
+        A third quarter is for boxes that are prepared: to many ranks go many small ones.
+        """
         size = max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
-        return cls(size, max(min(memory_bytes // 4, _MOST_READ_BYTES) // size, 1))
+        at_once = min(memory_bytes // 4, _MOST_READ_BYTES) // size
+        return cls(size, max(at_once, 1), memory_bytes // (4 * _BOX_COST_BYTES))
+
+
+class Portion(NamedTuple):
+    """What a rank reads at once: up to which round, and the boxes of each chunk with the rank to which they go."""
+
+    stop: int
+    wishes: list[tuple[Chunk, int, Box]]
 
 
 class SwapPlan:
@@ -133,6 +147,9 @@ class SwapPlan:
         self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
         writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
         self._files = [file for file in manifest.files if file.rank in writers]
+        # A file that a damaged manifest lacks stands on the line too: the rank that tries to read it is told.
+        missing = writers - {file.rank for file in manifest.files}
+        self._files += [ShardFile(rank, 1, 1, "") for rank in sorted(missing)]
         self._ends = list(itertools.accumulate(file.size_bytes for file in self._files))
         total = self._ends[-1] if self._ends else 0
         self._cuts = [total * reader // world for reader in range(world + 1)]
@@ -168,6 +185,17 @@ class SwapPlan:
                 if part is not None:
                     found += [(rank, part) for rank in held.holders if rank in wanted.ranks]
         return sorted(found, key=lambda wish: (wish[0], wish[1].offset))
+
+    def portion(self, chunks: Iterable[Chunk], first: int, rounds: Rounds) -> Portion:
+        """What a rank reads at once of its chunks from round `first` on: one round, and more within the limits."""
+        wishes: list[tuple[Chunk, int, Box]] = []
+        for number, group in itertools.groupby(chunks, key=lambda chunk: chunk.round):
+            found = [(chunk, to, box) for chunk in group for to, box in self.wishes_for(chunk)]
+            is_full = number - first >= rounds.at_once or len(wishes) + len(found) > rounds.boxes
+            if number > first and is_full:
+                return Portion(number, wishes)
+            wishes += found
+        return Portion(first + rounds.at_once, wishes)
 
     def messages(self, sender: int, receiver: int) -> Iterator[tuple[int, Message]]:
         """What one rank sends another, with the round, as the receiver works it out. Rounds without any are left out.

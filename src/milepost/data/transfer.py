@@ -181,12 +181,16 @@ class Meter:
         self._action, self._url, self._watcher = action, url, watcher
         self._cancelled = cancelled
         self._lock = threading.Lock()
-        self._done = self._total = 0
+        self._done = self._total = self._later = 0
         self._start = self._reported = time.monotonic()
 
     def expect(self, total_bytes: int) -> None:
         """Set the total before the work starts, or starts again."""
-        self._done, self._total, self._start = 0, total_bytes, time.monotonic()
+        self._done, self._total, self._start = 0, total_bytes + self._later, time.monotonic()
+
+    def expect_later(self, size_bytes: int) -> None:
+        """Add this to the total that is set next: bytes of work that comes after it."""
+        self._later = size_bytes
 
     def add(self, count: int) -> None:
         """Count bytes that were moved. Raises SaveCancelled if the save was cancelled."""

@@ -13,7 +13,7 @@ from milepost.core.division import extra_bytes, read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import MAX_RANKS
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.errors import InvalidRequest
 from milepost.loading.way import swap_pays
 
@@ -173,7 +173,7 @@ def plan_load(manifest: Manifest, url: str, mesh: NewMesh, keys: str = "*") -> P
         tensor_bytes=sum(tensor.size_bytes for tensor in tensors if not tensor.same_as),
         read_bytes=read,
         extra_bytes=extra,
-        swaps=swap_pays(read, extra),
+        swaps=manifest.format == FORMAT and swap_pays(read, extra),
         ranks=rows,
     )
 

@@ -20,6 +20,7 @@ from milepost.core.division import extra_bytes
 from milepost.core.dtypes import DTYPES, Convert, may_convert
 from milepost.core.layout import Whole
 from milepost.core.manifest import FORMAT, Manifest, Tensor
+from milepost.core.swap_plan import may_swap
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
 from milepost.data.place import Placement
@@ -417,12 +418,12 @@ class Matcher:
         if not has_no_memory(leaf):
             self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
-        shares, item_bytes = self._describer.shares, DTYPES[saved.dtype].size_bytes
+        shares, swaps = self._describer.shares, self._manifest.format == FORMAT and may_swap(saved)
         for placement in placements:
             self._read_bytes += placement.size_bytes
             if not shares:
                 continue
-            extra = extra_bytes(placement.item, item_bytes)
+            extra = extra_bytes(placement.item, DTYPES[saved.dtype].size_bytes) if swaps else 0
             self._extra_bytes += extra
             if extra or not placement.alone:
                 self._shared_bytes += 0 if placement.alone else placement.size_bytes

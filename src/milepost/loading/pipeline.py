@@ -143,10 +143,12 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
 
     def read() -> dict[str, Any]:
         shared = {key for exchange in exchanges for key in exchange.keys}
-        shared |= swap.get().keys if swap is not None else frozenset()
+        if swap is not None:
+            shared |= swap.get().keys
+            meter.expect_later(swap.get().size_bytes)
         own = (p for p in target.get().placements if p.item.key not in shared)
         placements = itertools.chain(own, *(exchange.own(match.manifest) for exchange in exchanges))
-        place(placements, meter=meter if swap is None else None)
+        place(placements, meter=meter)
         values = _read_values(match, files, comm, options.codec)
         memory: Buffers = {}
         for exchange in exchanges:
@@ -158,7 +160,6 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
     def trade(agreed: BoxSwap) -> None:
-        meter.expect(agreed.size_bytes)
         agreed.run(place, meter, comm.timeout_s / 2, lossy=lossy)
 
     def apply() -> Any:

@@ -8,8 +8,9 @@ from milepost.core.box import Shape
 class RankMatch(msgspec.Struct, frozen=True):
     """One rank's view: keys that are missing or differ, a bit for each saved key that it wants, the bytes to read.
 
-    Other ranks want `shared_bytes` of them too. `extra_bytes` would be read beside them, for other ranks. `on_device`:
-    whether those are for a device; `host`: where it runs. `reasons`: why keys are missing, where there is more to say.
+    Other ranks want `shared_bytes` of them too. `extra_bytes` would be read beside them, for other ranks, and not in a
+    swap. `on_device`: whether those are for a device; `host`: where it runs. `reasons`: why keys are missing, where
+    there is more to say.
     """
 
     missing: tuple[str, ...]

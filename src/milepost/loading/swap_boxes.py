@@ -11,7 +11,7 @@ the process group in another thread at the same time can mix its own messages wi
 
 import itertools
 from bisect import bisect_left
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -31,7 +31,7 @@ from milepost.core.wire import Wire
 from milepost.data.memory import view_of
 from milepost.data.place import Placement, copy_box, placement_of
 from milepost.data.transfer import Meter
-from milepost.errors import CheckpointError, StateMismatch
+from milepost.errors import CheckpointError
 from milepost.state.tensors import Part, can_send, torch_dtype
 
 _MOST_TABLES = 64
@@ -160,6 +160,10 @@ class BoxSwap:
         self.own_rounds = self._chunks[-1].round + 1 if self._chunks else 0
         self.rounds = 0
         self.keys = frozenset(self._plan.keys & wishes.keys())
+        # Taken while this rank can still fail alone: later, the others wait for what it sends.
+        size, at_once = self._sizes.size_bytes, min(self._sizes.at_once, self.own_rounds)
+        self._outgoing.take(at_once * size + min(at_once * comm.size, self._sizes.boxes) * _HEAD)
+        self._incoming.take(min(comm.size * size, self.size_bytes) + comm.size * _HEAD)
 
     @property
     def size_bytes(self) -> int:
@@ -171,37 +175,46 @@ class BoxSwap:
         """Read, send and receive, round by round: a collective. `timeout_s` is for each round.
 
         `read` fills placements; `meter` counts what has come. The first error of this rank is raised when all rounds
-        are through, but for one of the process group, which ends the swap.
+        are through, Ctrl-C too, and nothing more is read. An error of the process group ends the swap.
         """
-        troubles: list[Exception] = []
-        for first in range(0, self.rounds, self._sizes.at_once):
-            batch = self._prepare(first, min(first + self._sizes.at_once, self.rounds))
+        troubles: list[BaseException] = []
+        first = 0
+        while first < self.rounds:
             try:
-                read(batch.placements)
-                batch.seal()
-            except Exception as error:  # noqa: BLE001  # raised when all rounds are through
+                batch = self._prepare(first)
+            except KeyboardInterrupt as error:
                 troubles.append(error)
+                batch = self._prepare(first)  # the others wait for what it sends
+            try:
+                if not troubles:
+                    read(batch.placements)
+                    batch.seal()
+            except BaseException as error:  # noqa: BLE001  # raised when all rounds are through
+                troubles.append(error)
+            if troubles:
                 batch.spoil()
             meter.add(batch.own_bytes)
             for number, envelope in enumerate(batch.envelopes, first):
+                came = self._receive(number, envelope, timeout_s, troubles)
                 try:
-                    meter.add(self._receive(number, envelope, timeout_s, lossy))
-                except (_WrongMessage, StateMismatch) as error:
+                    meter.add(self._unpack(came, lossy))
+                    meter.report()
+                except BaseException as error:  # noqa: BLE001  # raised when all rounds are through
                     troubles.append(error)
-                meter.report()
+            first += len(batch.envelopes)
         if troubles:
-            raise troubles[0]
+            raise next((one for one in troubles if not isinstance(one, Exception)), troubles[0])
 
-    def _prepare(self, first: int, stop: int) -> "_Batch":
-        """What this rank reads for some rounds: into its own tensors, and into messages."""
+    def _prepare(self, first: int) -> "_Batch":
+        """What this rank reads at once, from this round on: into its own tensors, and into messages."""
         own: list[Placement] = []
-        rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, stop)]
-        for chunk in self._read_for(first, stop):
-            for to, box in self._plan.wishes_for(chunk):
-                if to == self._me:
-                    own.append(self._into_own(chunk.read_of(box), chunk.tensor.dtype))
-                else:
-                    rounds[chunk.round - first].setdefault(to, []).append((chunk, box))
+        portion = self._plan.portion(self._read_for(first), first, self._sizes)
+        rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, min(portion.stop, self.rounds))]
+        for chunk, to, box in portion.wishes:
+            if to == self._me:
+                own += self._into_own(chunk.read_of(box), chunk.tensor.dtype)
+            else:
+                rounds[chunk.round - first].setdefault(to, []).append((chunk, box))
         batch = _Batch(own)
         messages = [{to: packed([(c.tensor, box) for c, box in sent]) for to, sent in one.items()} for one in rounds]
         memory = self._outgoing.take(sum(_HEAD + m.size_bytes for one in messages for m in one.values()))
@@ -218,55 +231,58 @@ class BoxSwap:
             batch.envelopes.append(_Envelope(memory[start:at], sizes))
         return batch
 
-    def _read_for(self, first: int, stop: int) -> list[Chunk]:
-        """What this rank reads for rounds first..stop."""
+    def _read_for(self, first: int) -> Iterator[Chunk]:
+        """What this rank reads for the rounds from `first` on."""
         low = bisect_left(self._chunks, first, key=lambda chunk: chunk.round)
-        high = bisect_left(self._chunks, stop, lo=low, key=lambda chunk: chunk.round)
-        return self._chunks[low:high]
+        return (self._chunks[at] for at in range(low, len(self._chunks)))
 
-    def _receive(self, number: int, sent: "_Envelope", timeout_s: float, lossy: bool) -> int:
-        """One round: send, receive, and put what came into the tensors. Gives how many bytes that were."""
+    def _receive(
+        self, number: int, sent: "_Envelope", timeout_s: float, troubles: list[BaseException]
+    ) -> "list[_Received]":
+        """One round: send, and receive. Ctrl-C is added to the troubles: the round is over when Python hears of it."""
         messages = self._inbox.take(number)
         sizes = [_HEAD + messages[sender].size_bytes if sender in messages else 0 for sender in range(self._world)]
         memory = self._incoming.take(sum(sizes))
-        self._trade(memory, sent, sizes, timeout_s)
-        ends = list(itertools.accumulate(sizes))
-        rooms = {sender: memory[ends[sender] - sizes[sender] : ends[sender]] for sender in messages}
-        count = 0
-        for sender, (is_good, expected, found) in zip(rooms, _heads(list(rooms.values())), strict=True):
-            if not is_good:
-                continue  # its own error is raised on all ranks
-            if expected != found:
-                raise _WrongMessage(
-                    f"what rank {sender} sent is not what arrived; the state is partly filled. Does another thread use "
-                    "the process group meanwhile? Pass share_reads=False, and each rank reads for itself"
-                )
-            for fragment in messages[sender].fragments:
-                saved = self._wishes[fragment.key].saved
-                read = PlannedRead(fragment.key, sender, "", fragment.box, fragment.box)
-                copy_box(self._into_own(read, saved.dtype), _window(rooms[sender], fragment, saved), lossy=lossy)
-                count += size_bytes(saved.dtype, fragment.box.shape)
-        return count
-
-    def _trade(self, memory: torch.Tensor, sent: "_Envelope", sizes: list[int], timeout_s: float) -> None:
         try:
             work = dist.all_to_all_single(memory, sent.data, sizes, sent.sizes, self._group, async_op=True)
             if work is not None:
                 work.wait(timedelta(seconds=timeout_s))
+        except KeyboardInterrupt as error:
+            troubles.append(error)
         except RuntimeError as error:
             raise CheckpointError(
                 f"the ranks could not send each other what they had read: {error}. Pass share_reads=False to let each "
                 "rank read for itself"
             ) from error
+        ends = list(itertools.accumulate(sizes))
+        return [
+            _Received(sender, message, memory[ends[sender] - sizes[sender] : ends[sender]])
+            for sender, message in messages.items()
+        ]
 
-    def _into_own(self, read: PlannedRead, dtype: str) -> Placement:
-        """A read into this rank's own tensor."""
-        part = next(part for part in self._wishes[read.key].parts if part.box.contains(read.box))
-        return placement_of(read, dtype, part.data[read.box.within(part.box).slices])
+    def _unpack(self, came: "list[_Received]", lossy: bool) -> int:
+        """Put what came in a round into the tensors. Gives how many bytes that were."""
+        count = 0
+        for one, (is_good, expected, found) in zip(came, _heads([one.data for one in came]), strict=True):
+            if not is_good:
+                continue  # its own error is raised on all ranks
+            if expected != found:
+                raise CheckpointError(
+                    f"what rank {one.sender} sent is not what arrived; the state is partly filled. Does another thread "
+                    "use the process group meanwhile? Pass share_reads=False, and each rank reads for itself"
+                )
+            for fragment in one.message.fragments:
+                saved = self._wishes[fragment.key].saved
+                read = PlannedRead(fragment.key, one.sender, "", fragment.box, fragment.box)
+                for placement in self._into_own(read, saved.dtype):
+                    copy_box(placement, _window(one.data, fragment, saved), lossy=lossy)
+                count += size_bytes(saved.dtype, fragment.box.shape)
+        return count
 
-
-class _WrongMessage(CheckpointError):
-    """A message came that was not sent."""
+    def _into_own(self, read: PlannedRead, dtype: str) -> list[Placement]:
+        """A read into this rank's own tensor: several where its parts overlap."""
+        parts = [part for part in self._wishes[read.key].parts if part.box.contains(read.box)]
+        return [placement_of(read, dtype, part.data[read.box.within(part.box).slices]) for part in parts]
 
 
 class _Inbox:
@@ -294,6 +310,14 @@ class _Envelope(NamedTuple):
 
     data: torch.Tensor
     sizes: list[int]
+
+
+class _Received(NamedTuple):
+    """A message that came, and the rank that sent it."""
+
+    sender: int
+    message: Message
+    data: torch.Tensor
 
 
 class _Batch:

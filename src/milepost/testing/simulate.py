@@ -233,10 +233,17 @@ class SimulatedSwap:
 
     def read_bytes(self, rank: int) -> int:
         """What a rank reads, in whole checksummed blocks. Blocks at the edges of what it reads at once count twice."""
-        batches: dict[tuple[int, int], list[PlannedRead]] = {}
-        for chunk in self.plan.chunks_of(rank):
-            batches.setdefault((chunk.round // self.rounds.at_once, chunk.file), []).append(chunk.read_of(chunk.box))
-        return sum(_blocks_read(self.save, file, items) for (_, file), items in batches.items())
+        chunks, first, total = list(self.plan.chunks_of(rank)), 0, 0
+        while chunks and first <= chunks[-1].round:
+            left = (chunk for chunk in chunks if chunk.round >= first)
+            stop = self.plan.portion(left, first, self.rounds).stop
+            items: dict[int, list[PlannedRead]] = {}
+            for chunk in chunks:
+                if first <= chunk.round < stop:
+                    items.setdefault(chunk.file, []).append(chunk.read_of(chunk.box))
+            total += sum(_blocks_read(self.save, file, found) for file, found in items.items())
+            first = stop
+        return total
 
     def sent_bytes(self, rank: int) -> int:
         """What a rank sends to others."""
