@@ -153,7 +153,8 @@ class BoxSwap:
         self._sizes = Rounds.within(terms.memory_bytes, comm.size)
         self._plan = SwapPlan(manifest, wants, comm.size, self._sizes.size_bytes)
         self._wishes, self._me, self._world, self._group = wishes, comm.rank, comm.size, comm.group
-        device = torch.device(terms.device)
+        here = (part.data.device for one in wishes.values() for part in one.parts)
+        device = next((device for device in here if device.type == terms.device), torch.device(terms.device))
         self._outgoing, self._incoming = _Room(device), _Room(device)
         self._inbox = _Inbox(self._plan, self._me)
         self._chunks = list(self._plan.chunks_of(self._me))
