@@ -25,9 +25,9 @@ class Patience:
         return max(min(left_s, self._start + self._next_s - time.monotonic()), 0.0)
 
     def tell(self, missing: Sequence[int]) -> None:
-        """Tell which ranks have not come, if it is time to."""
+        """Tell which ranks have not come, if there are any and it is time to."""
         waited_s = time.monotonic() - self._start
-        if waited_s < self._next_s or not LISTENERS.heard:
+        if not missing or waited_s < self._next_s or not LISTENERS.heard:
             return
         while self._next_s <= waited_s:
             self._next_s *= 2

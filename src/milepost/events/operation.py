@@ -7,7 +7,6 @@ go into the manifest. Records are made only if somebody listens.
 
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import TracebackType
@@ -40,6 +39,8 @@ WAITING = "waiting"
 BLOCKING = "blocking"
 _RANKS_NAMED = 100
 _TEXT = 2000
+_PATIENCE_S = 1.0
+"""How long the end of an operation waits until listeners have heard that its call returned."""
 
 
 class OperationSeed(msgspec.Struct, frozen=True):
@@ -70,7 +71,7 @@ class Operation:
         self.handed_over = False
         self._muted = LISTENERS.thread.hearing  # what a listener does itself is not told to it
         self._silent = self._ended = False
-        self._ending = threading.Lock()
+        self._telling_return = False
         self._id = ""
 
     @property
@@ -140,13 +141,16 @@ class Operation:
 
     def returned(self) -> None:
         """The call that began it returns, and it goes on in the background, unless it has failed there already."""
-        with self._ending:
+        self._telling_return = True
+        try:
             if self._ended:
                 return
             seconds = self.note_blocking()
             if LISTENERS.heard:
                 now = time.time()
                 self.tell(PhaseEnded, phase=BLOCKING, start=now - seconds, end=now, seconds=seconds)
+        finally:
+            self._telling_return = False
 
     def note_blocking(self) -> float:
         """Note that the call that began it has taken until now. Gives the seconds."""
@@ -155,10 +159,13 @@ class Operation:
 
     def end(self, error: BaseException | None = None) -> None:
         """Tell how it ended, once."""
-        with self._ending:  # not while the thread of the caller tells of its return
-            if self._ended:
-                return
-            self._ended = True
+        if self._ended:
+            return
+        self._ended = True
+        # Not while the thread of the caller tells of its return. Not a lock either: Ctrl-C could leave it locked.
+        limit = time.monotonic() + _PATIENCE_S
+        while self._telling_return and time.monotonic() < limit:
+            time.sleep(0.001)
         if LISTENERS.heard and error is not None:
             ranks = tuple(sorted(getattr(error, "failures", ())))[:_RANKS_NAMED]
             self.tell(Failed, error=type(error).__name__, text=_text(error), ranks=ranks)
