@@ -44,6 +44,7 @@ def barred_rows() -> dict[str, str]:
         rows[f"{case}: DCP / Milepost"] = f">= {bar}"
     for case in OTHER_CUT[:2]:
         rows[f"{case}: Milepost, bytes read / needed"] = "<= 1.05"
+    rows[f"{OTHER_CUT[2]}: Milepost, read once, bytes read / needed"] = "<= 1.05"
     return rows
 
 
