@@ -90,7 +90,7 @@ def test_a_single_checkpoint_shows_hostile_text_as_text(show, tmp_path):
     details = page.inner_text("#step-details")
     assert details.count(text) >= 5, "reason, writer, metric, phase, metadata"
     page.click("#tab-tensors")
-    assert f"tensor {text}" in page.inner_text("#tree")
+    page.wait_for_function("text => document.querySelector('#tree').innerText.includes(text)", arg=f"tensor {text}")
     assert page.evaluate(LOOK, [0]) == []
     assert page.evaluate("document.scripts.length") == 5, "three of data and two of code"
 
