@@ -65,6 +65,10 @@ def save(
     "histogram" also a histogram. `milepost.open(path).statistics` has them. The coordinator's option counts.
     `healthy=True`: record whether all numbers are finite. Or a rule: a function that gets a `HealthCheck` and gives
     True, False, or why not. The verdict is in the receipt and in the checkpoint; see `Checkpointer`.
+    `base`: a committed checkpoint, such as that of the step before. Tensors and parts of tensors that are equal there
+    are not written again: the new checkpoint shares the files that hold them, and stays whole when `base` is removed.
+    Data that is older than `max_depth` saves (100), and files of which more than the share `max_waste` (0.5) is not
+    used any more, are written again. The coordinator's base counts.
     `reduce_partial=True`: sum DTensors with `Partial` placements (a collective on their mesh) instead of refusing them.
     `types`: enum and dataclass types that occur in the state, and subclasses of Tensor.
     `allow_pickle=True`: pickle values that have no plain form.

@@ -140,7 +140,7 @@ class LazyTensor:
         for item in read_plan(self._files.manifest, self._record, box):
             if not self._record.transforms:
                 # What is missing is reported before memory is taken.
-                self._files.of(item.rank).entry(item, self.dtype_name)
+                self._files.holding(item.rank, item.name).entry(item, self.dtype_name)
             items.append(item)
         try:
             result, memory = new_saved(replace(self._record, shape=box.shape, kind=kind))
@@ -221,9 +221,9 @@ class Checkpoint(Mapping[str, Any]):
         """All tensors by key."""
         return {key: LazyTensor(self._files, record) for key, record in self._tensors.items()}
 
-    def file_name(self, rank: int) -> str:
-        """The name of the file that holds what this rank wrote."""
-        return self._files.name_of(rank)
+    def file_name(self, rank: int, entry: str | None = None) -> str:
+        """The name of the file that this rank wrote; or of the one, perhaps of an earlier save, with an entry of it."""
+        return self._files.name_of(rank if entry is None else self._files.number_of(rank, entry))
 
     def __iter__(self) -> Iterator[str]:
         return (node.key for node in self._manifest.tree if node.kind in LEAVES)
@@ -304,19 +304,19 @@ class Checkpoint(Mapping[str, Any]):
             return self._verified(limited_transfer(transfer), Meter("verify", self.url, progress))
 
     def _verified(self, transfer: Transfer, meter: Meter) -> Verification:
-        meter.expect(sum(record.size_bytes for record in self._manifest.files))
+        meter.expect(sum(record.size_bytes for record in self._manifest.stored))
         damages: list[Damage] = []
         unread: list[StorageError] = []
         read = 0
-        for record in self._manifest.files:
+        for number in self._files.numbers:
             try:
-                file = self._files.of(record.rank)
+                file = self._files.of(number)
                 damages.extend(file.check_all(transfer, meter))
-                read += record.size_bytes
+                read += self._files.record(number).size_bytes
             except CheckpointError as error:
                 if isinstance(error, StorageError) and self._files.traits.requests:
                     raise  # it was waited for, and the other files would be, too
-                damages.append(Damage(self._files.name_of(record.rank), str(error)))
+                damages.append(Damage(self._files.name_of(number), str(error)))
                 unread += [error] if isinstance(error, StorageError) else []
         if unread and len(unread) == len(damages):
             raise unread[0]  # what cannot be read may be whole
@@ -324,14 +324,14 @@ class Checkpoint(Mapping[str, Any]):
             damages.extend(islice(self._check_entries(), MAX_DAMAGES))
         meter.finish()
         moved(read)
-        return Verification(len(self._manifest.files), read, tuple(damages))
+        return Verification(len(self._manifest.stored), read, tuple(damages))
 
     def _check_entries(self) -> Iterator[Damage]:
         """Whether the files hold all that the manifest promises."""
         for tensor in self._manifest.tensors:
             for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape)):
                 try:
-                    file = self._files.of(item.rank)
+                    file = self._files.holding(item.rank, item.name)
                     _ = file.packed(item) if tensor.transforms else file.entry(item, tensor.dtype)
                 except (CheckpointDamaged, UnsafeCheckpoint) as error:
                     yield Damage(self._files.name_of(item.rank), str(error), (item.name,))

@@ -239,7 +239,7 @@ def test_a_manifest_names_the_index_that_it_replaced_if_any():
     assert unseal(seal(msgspec.structs.replace(small(), replaced=(index,)))).replaced == (index,)
 
 
-OPTIONAL = ("replaced", "timings", "statistics", "health")
+OPTIONAL = ("replaced", "timings", "statistics", "health", "older")
 
 
 @pytest.mark.parametrize("field", [name for name in Manifest.__struct_fields__ if name not in OPTIONAL])

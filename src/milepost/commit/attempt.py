@@ -8,7 +8,7 @@ can name it any more. Otherwise the data stays, and a later save sweeps it.
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,6 +32,7 @@ from milepost.core.history import PhaseTime
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
     Manifest,
+    OlderFile,
     PerRankValue,
     ShardFile,
     Tensor,
@@ -60,6 +61,7 @@ from milepost.store.base import CLAIM
 from milepost.version import __version__
 
 if TYPE_CHECKING:
+    from milepost.core.reuse import KeptEntry
     from milepost.data.tally import Tally
     from milepost.data.write import EntryToWrite, Written
 
@@ -88,6 +90,7 @@ class Contents:
     timings: tuple[PhaseTime, ...] = ()
     statistics: tuple[TensorStatistics, ...] = ()
     health: Health | None = None
+    older: tuple[OlderFile, ...] = ()
 
 
 def take_aim(store: Store, *, overwrite: bool = True) -> Aim:
@@ -128,7 +131,8 @@ def _newest_attempt(store: Store) -> int:
 class Attempt:
     """One rank's part of an attempt by `world` ranks. All ranks write; the coordinator, which `decides`, commits.
 
-    `files_of`: the ranks whose files this process writes, where it is not only its own: in a copy.
+    `files_of`: the ranks whose files this process writes, where it is not only its own: in a copy. `keeps`: it may
+    keep files of earlier saves, under names of its own.
     """
 
     store: Store
@@ -137,6 +141,7 @@ class Attempt:
     world: int
     decides: bool = False
     files_of: tuple[int, ...] = ()
+    keeps: bool = False
 
     def again(self) -> "Attempt":
         """The same attempt under another id, for data that is written once more.
@@ -154,12 +159,14 @@ class Attempt:
         meter: Meter,
         released: Callable[[], None] = lambda: None,
         tally: "Tally | None" = None,
+        kept: "Mapping[str, KeptEntry] | None" = None,
     ) -> "Written":
         """Write this rank's shard file and make it durable; see `write_shard`. Raises SaveConflict or StorageError."""
         from milepost.data.write import write_shard  # noqa: PLC0415  # imports torch, which a copy does without
 
         with self.writing():
-            written = write_shard(self.store, self.aim.save_id, self.rank, entries, transfer, meter, released, tally)
+            name = self.store, self.aim.save_id, self.rank
+            written = write_shard(*name, entries, transfer, meter, released, tally, kept)
             moved(written.data_bytes)
             return written
 
@@ -202,15 +209,22 @@ class Attempt:
             timings=contents.timings,
             statistics=contents.statistics,
             health=contents.health,
+            older=contents.older,
         )
         self._publish(manifest)
 
     def commit_copy(self, original: Manifest, files: tuple[ShardFile, ...]) -> None:
         """Like `commit`, of all that another manifest says: a copy was made when, and by whom, its original was."""
-        generation, save_id = self.aim
-        replaced = indices_beside(self.store)
-        told = {"generation": generation, "save_id": save_id, "files": files, "replaced": replaced}
-        self._publish(structs.replace(original, **told))
+        self._publish(
+            structs.replace(
+                original,
+                generation=self.aim.generation,
+                save_id=self.aim.save_id,
+                files=tuple(file for file in files if not isinstance(file, OlderFile)),
+                older=tuple(file for file in files if isinstance(file, OlderFile)),
+                replaced=indices_beside(self.store),
+            )
+        )
 
     def _publish(self, manifest: Manifest) -> None:
         try:
@@ -251,12 +265,17 @@ class Attempt:
         except (OSError, CheckpointError):
             return True
 
+    def _own_names(self) -> str:
+        """What all names begin with under which this process has stored something."""
+        folder = f"data/{self.aim.save_id}/"
+        return folder if self.files_of else f"{folder}{self.rank:05d}"
+
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""
         names = [shard_name(self.aim.save_id, rank) for rank in self.files_of or (self.rank,)]
         try:
-            if self.store.traits.part_bytes:
-                names = list(self.store.list(f"data/{self.aim.save_id}/" if self.files_of else names[0]))
+            if self.store.traits.part_bytes or self.keeps:
+                names = list(self.store.list(self._own_names()))
             self.store.delete(*names)
         except (OSError, CheckpointError) as error:
             _log.warning(

@@ -14,10 +14,11 @@ from typing import NamedTuple, TypeVar
 
 from milepost.commit.beside import names_at, refuse_newer_index
 from milepost.core.limits import MAX_MANIFEST_BYTES
-from milepost.core.manifest import Manifest, generation_of, is_sealed, manifest_name, unseal
+from milepost.core.manifest import Manifest, generation_of, manifest_name, unseal
+from milepost.core.seal import is_sealed
 from milepost.core.shardfile import FilePart
 from milepost.data.collection_pause import CollectionPaused
-from milepost.data.read import read_bytes
+from milepost.data.read import place_of, read_bytes
 from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, UnsafeCheckpoint, UnsupportedFormat
 from milepost.store import AtGeneration, Store
 from milepost.store.stopping import side_by_side
@@ -284,14 +285,23 @@ def lacks_files(place: Store) -> bool:
         return False
     if place.traits.is_current:
         return bool(missing_objects(place, manifest))
-    return not all(can_be_opened(place, part.name) for file in manifest.files for part in manifest.parts_of(file))
+    return not all(
+        can_be_opened(place_of(place, file), part.name) for file in manifest.stored for part in manifest.parts_of(file)
+    )
 
 
 def missing_objects(place: Store, manifest: Manifest) -> dict[int, str]:
     """For each rank whose objects a listing of this save's data does not all show: the first that is missing."""
-    there = set(place.list(f"data/{manifest.save_id}/"))
-    first = {f.rank: next((p.name for p in manifest.parts_of(f) if p.name not in there), "") for f in manifest.files}
-    return {rank: name for rank, name in first.items() if name}
+    there: dict[str, set[str]] = {}
+    missing: dict[int, str] = {}
+    for file in manifest.stored:
+        folder = manifest.shown_name(file).rpartition("/")[0]
+        if folder not in there:
+            there[folder] = set(place_of(place, file).list(f"{manifest.name_of(file).rpartition('/')[0]}/"))
+        gone = next((part.name for part in manifest.parts_of(file) if part.name not in there[folder]), "")
+        if gone:
+            missing.setdefault(file.rank, gone)
+    return missing
 
 
 def look_at_files(place: Store, manifest: Manifest) -> None:
@@ -301,7 +311,8 @@ def look_at_files(place: Store, manifest: Manifest) -> None:
             raise CheckpointDamaged(f"{place.url}/{name} is missing")
         return
 
-    def look(part: FilePart) -> None:
+    def look(one: tuple[Store, FilePart]) -> None:
+        place, part = one
         try:
             reader = place.reader(part.name)
         except FileNotFoundError:
@@ -313,7 +324,7 @@ def look_at_files(place: Store, manifest: Manifest) -> None:
                 f"{place.url}/{part.name} has {size_bytes} bytes and was saved with {part.size_bytes}"
             )
 
-    parts = (part for file in manifest.files for part in manifest.parts_of(file))
+    parts = ((place_of(place, file), part) for file in manifest.stored for part in manifest.parts_of(file))
     while some := list(islice(parts, _LOOKED_AT)):  # some at a time: a damaged manifest may claim any number
         side_by_side(look, some, _LOOKS)
 

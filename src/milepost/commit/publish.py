@@ -25,6 +25,7 @@ from milepost.commit.find import (
 from milepost.core.manifest import Manifest, ShardFile, generation_of, intended_generation, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.read import place_of
 from milepost.errors import AlreadyExists, CheckpointError, NoReply, NotDurable, SaveConflict, StorageError
 from milepost.store import Store
 
@@ -191,9 +192,10 @@ def _unseen(store: Store, manifest: Manifest) -> list[int]:
     there = set(store.list(f"data/{manifest.save_id}/"))
 
     def is_seen(file: ShardFile) -> bool:
-        return all(part.name in there or can_be_opened(store, part.name) for part in manifest.parts_of(file))
+        place = place_of(store, file)
+        return all(part.name in there or can_be_opened(place, part.name) for part in manifest.parts_of(file))
 
-    return [file.rank for file in manifest.files if not is_seen(file)]
+    return sorted({file.rank for file in manifest.stored if not is_seen(file)})
 
 
 def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None) -> None:

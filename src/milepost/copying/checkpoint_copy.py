@@ -110,10 +110,10 @@ def refuse_another(found: Found, target: Store, options: CopyOptions) -> None:
 
 def _copy(files: Files, target: Store, options: CopyOptions, meter: Meter) -> CheckpointCopy:
     manifest, began = files.manifest, time.monotonic()
-    data_bytes = sum(manifest.parts_of(file).data_bytes for file in manifest.files)
+    data_bytes = sum(manifest.parts_of(file).data_bytes for file in manifest.stored)
     there = what_is_there(files, target)
     if there == "the same":
-        return CheckpointCopy(False, newest_generation(target), data_bytes, len(manifest.files), 0.0)
+        return CheckpointCopy(False, newest_generation(target), data_bytes, len(manifest.stored), 0.0)
     refuse_another(there, target, options)
     with operating("copy", target.url) as operation:
         aim = take_aim(target, overwrite=options.overwrite)
@@ -128,14 +128,14 @@ def _copy(files: Files, target: Store, options: CopyOptions, meter: Meter) -> Ch
             attempt.fail(error)
             raise
         operation.commit(aim.generation, data_bytes)
-    return CheckpointCopy(True, aim.generation, data_bytes, len(ranks), time.monotonic() - began)
+    return CheckpointCopy(True, aim.generation, data_bytes, len(manifest.stored), time.monotonic() - began)
 
 
 def _write(files: Files, attempt: Attempt, options: CopyOptions, meter: Meter) -> tuple[ShardFile, ...]:
     """Copy all shard files, many blocks of many files at the same time."""
     manifest, target = files.manifest, attempt.store
     flow = _flow(files, target, options, manifest)
-    copies = [FileCopy(files, record, target, attempt.aim.save_id, flow) for record in manifest.files]
+    copies = [FileCopy(files, number, target, attempt.aim.save_id, flow) for number in files.numbers]
 
     def make_worker() -> Callable[[tuple[FileCopy, int]], None]:
         memory = memoryview(new_pages(flow.block_bytes))
@@ -157,6 +157,6 @@ def _write(files: Files, attempt: Attempt, options: CopyOptions, meter: Meter) -
 
 
 def _flow(files: Files, target: Store, options: CopyOptions, manifest: Manifest) -> Flow:
-    sizes = [manifest.parts_of(file).data_bytes for file in manifest.files]
+    sizes = [manifest.parts_of(file).data_bytes for file in manifest.stored]
     memory, checked = options.host_memory_bytes, manifest.block_bytes
     return flow_between(files.traits, target.traits, options.transfer, memory, sizes, checked)

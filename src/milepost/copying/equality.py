@@ -8,6 +8,7 @@ from msgspec import structs
 
 from milepost.commit.find import look_at_files
 from milepost.core.manifest import Manifest
+from milepost.core.reuse import id_of
 from milepost.core.shardfile import Entry
 from milepost.data.read import Files, VerifiedFile
 from milepost.errors import CheckpointDamaged
@@ -29,26 +30,27 @@ def holds_the_same(source: Files, target: Files, place: Store) -> bool:
     except CheckpointDamaged:
         return False
     at_once = min(source.traits.requests or _AT_ONCE, target.traits.requests or _AT_ONCE)
-    return all(side_by_side(lambda file: _same_file(source, target, file.rank), source.manifest.files, at_once))
+    return all(side_by_side(lambda number: _same_file(source, target, number), source.numbers, at_once))
 
 
-def _told(manifest: Manifest) -> tuple[Manifest, list[tuple[int, int]]]:
+def _told(manifest: Manifest) -> tuple[Manifest, list[object]]:
     """What a manifest says of its content, and not of the place and the objects that it is stored in."""
-    files = [(file.rank, manifest.parts_of(file).data_bytes) for file in manifest.files]
-    bare = structs.replace(manifest, generation=0, save_id="", files=(), replaced=())
-    return bare, files
+    files: list[object] = [(file.rank, manifest.parts_of(file).data_bytes) for file in manifest.files]
+    older = [(file.rank, id_of(file, manifest), manifest.parts_of(file).data_bytes) for file in manifest.older]
+    bare = structs.replace(manifest, generation=0, save_id="", files=(), older=(), replaced=())
+    return bare, [*files, *older]
 
 
-def _same_file(source: Files, target: Files, rank: int) -> bool:
-    mine = source.make(rank)
+def _same_file(source: Files, target: Files, number: int) -> bool:
+    mine = source.make(number)
     try:
-        theirs = target.make(rank)
+        theirs = target.make(number)
     except CheckpointDamaged:
         return False
     finally:
         mine.close()
     theirs.close()
-    return _entries(mine) == _entries(theirs) and mine.checksums.tobytes() == theirs.checksums.tobytes()
+    return _entries(mine) == _entries(theirs) and mine.table == theirs.table and mine.older == theirs.older
 
 
 def _entries(file: VerifiedFile) -> list[tuple[str, Entry]]:

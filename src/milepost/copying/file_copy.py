@@ -8,8 +8,10 @@ import threading
 from collections.abc import Iterator
 from typing import Protocol
 
+from msgspec import structs
+
 from milepost.copying.flow import Flow
-from milepost.core.manifest import ShardFile, shard_name
+from milepost.core.manifest import OlderFile, ShardFile, older_name, shard_name
 from milepost.core.shardfile import FileParts, encode_header, seal_of
 from milepost.data.new_files import create_part, is_there, start_file
 from milepost.data.read import Files, VerifiedFile
@@ -22,8 +24,9 @@ from milepost.store.stopping import side_by_side
 class FileCopy:
     """One shard file. The worker that gets the first block of it begins it, and the one that moves the last ends it."""
 
-    def __init__(self, source: Files, record: ShardFile, target: Store, save_id: str, flow: Flow) -> None:
-        self._source, self._record, self._target = source, record, target
+    def __init__(self, source: Files, number: int, target: Store, save_id: str, flow: Flow) -> None:
+        record = source.record(number)
+        self._source, self._number, self._record, self._target = source, number, record, target
         self._save_id, self._flow = save_id, flow
         self.data_bytes = source.manifest.parts_of(record).data_bytes
         self.written: ShardFile | None = None
@@ -69,18 +72,29 @@ class FileCopy:
     def _begun(self) -> "tuple[VerifiedFile, _NewFile]":
         with self._lock:
             if self._file is None or self._made is None:
-                self._file = self._source.make(self._record.rank)
+                self._file = self._source.make(self._number)
                 self._made = self._begin(self._file)
             return self._file, self._made
 
     def _begin(self, file: VerifiedFile) -> "_NewFile":
-        head = encode_header(file.header.entries, {**file.header.notes, "save_id": self._save_id})
-        table = file.checksums.tobytes()
-        name = shard_name(self._save_id, self._record.rank)
+        record, notes = self._record, file.header.notes
+        if isinstance(record, OlderFile):  # it stays the file of the save that wrote it, under a name of this one
+            name = older_name(self._save_id, record.rank, record.save_id, record.writer)
+        else:
+            name, notes = shard_name(self._save_id, record.rank), {**notes, "save_id": self._save_id}
+        head, table = encode_header(file.header.entries, notes), file.table
         size_bytes = len(head) + self.data_bytes + len(table)
         is_cut = self._target.traits.part_bytes and self.data_bytes > self._flow.block_bytes
         part_bytes = self._flow.block_bytes if is_cut else 0
-        written = ShardFile(self._record.rank, size_bytes, len(head), seal_of(head, table), part_bytes)
+        is_older = isinstance(record, OlderFile)
+        written = structs.replace(
+            record,
+            size_bytes=size_bytes,
+            header_bytes=len(head),
+            checksum=seal_of(head, table),
+            part_bytes=part_bytes,
+            **({"folder": ""} if is_older else {}),
+        )
         if self._target.traits.part_bytes:
             parts = FileParts(name, len(head), self.data_bytes, size_bytes, part_bytes)
             return _InParts(self._target, written, head, table, parts)

@@ -131,7 +131,7 @@ def _look(step: StepSummary, source: Store, target: Store) -> tuple[CopiedStep, 
         return structs.replace(told, state=step.state, reason=step.reason), "nothing"
     try:
         with open_own(place_of_step(source, step.name)) as files:
-            found, count = what_is_there(files, place), len(files.manifest.files)
+            found, count = what_is_there(files, place), len(files.manifest.stored)
     except (CheckpointNotFound, CheckpointDamaged, UnsafeCheckpoint) as error:
         return _left_out(told, error), "nothing"
     return structs.replace(told, state="there" if found == "the same" else "planned", files=count), found

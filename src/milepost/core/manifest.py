@@ -15,11 +15,12 @@ from milepost.core.box import Shape, check_shape
 from milepost.core.dtypes import COMPLEX, DTYPES, size_bytes
 from milepost.core.history import PhaseTime, check_timings
 from milepost.core.layout import Boxes, Grid, Layout, Whole
-from milepost.core.limits import BLOCK_BYTES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
+from milepost.core.limits import BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
-from milepost.core.shardfile import FileParts, check_block_bytes, data_bytes_of
+from milepost.core.seal import SEAL_BYTES, is_sealed
+from milepost.core.shardfile import FileParts, check_block_bytes, data_bytes_of, is_name
 from milepost.core.statistics import Health, TensorStatistics, check_statistics
-from milepost.core.tree import LEAVES, Branch, Node, check_kinds, grow, is_dict
+from milepost.core.tree import Node, check_kinds, check_leaves, check_names, grow
 from milepost.core.wire import Wire
 
 FORMAT = "milepost"
@@ -30,11 +31,9 @@ TensorKind = Literal["tensor", "numpy", "bytes", "bytearray"]
 # Not \d, which means the digits of every script.
 _NAME = re.compile(r"manifest-([0-9]{8})\.json")
 _SAVE_ID = re.compile(r"[0-9]{8}-[0-9a-f]{8,32}")
-_SEAL = re.compile(rb',\n"checksum": "([0-9a-f]{16})"\n}\n')
-_SEAL_BYTES = len(b',\n"checksum": "0123456789abcdef"\n}\n')
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
-_OPTIONAL = ("replaced", "timings", "statistics", "health")
+_OPTIONAL = ("replaced", "timings", "statistics", "health", "older")
 """The fields that are left out where they are empty."""
 
 
@@ -101,6 +100,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     """The file that one rank wrote: its size, the size of its header, and a checksum over header and table.
 
     `part_bytes`: how much data each object of a file in parts holds (`core.shardfile.FileParts`); 0: it is one object.
+    `digests`: of how many entries its table ends with a digest, those in other files included (`core.reuse`).
     """
 
     rank: int
@@ -108,6 +108,21 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     header_bytes: int
     checksum: str
     part_bytes: int = 0
+    digests: int = 0
+
+
+class OlderFile(ShardFile, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
+    """A file that an earlier save wrote, and that holds what did not change since, for one rank of this save.
+
+    `rank`: whose entries it holds here. `save_id`, `writer`: who wrote it, `age` saves ago. `used_bytes`: how many of
+    its bytes are used here. `folder`: the checkpoint beside this one in whose folder it lies; empty: in this one's.
+    """
+
+    save_id: str
+    writer: int
+    age: int
+    used_bytes: int
+    folder: str = ""
 
 
 class ReplacedIndex(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,15 +155,44 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     timings: tuple[PhaseTime, ...] = ()
     statistics: tuple[TensorStatistics, ...] = ()
     health: Health | None = None
+    older: tuple[OlderFile, ...] = ()
+
+    @property
+    def stored(self) -> tuple[ShardFile, ...]:
+        """All files that hold its data: those of this save, and those of earlier ones."""
+        return (*self.files, *self.older)
+
+    @property
+    def data_bytes(self) -> int:
+        """How many bytes of data it has, in files of this save and of earlier ones."""
+        return self.new_bytes + sum(file.used_bytes for file in self.older)
+
+    @property
+    def new_bytes(self) -> int:
+        """How many bytes of data its own save wrote."""
+        return sum(self.parts_of(file).data_bytes for file in self.files)
 
     def file_name(self, rank: int) -> str:
         """The name of the shard file that `rank` wrote."""
         return shard_name(self.save_id, rank)
 
+    def name_of(self, file: ShardFile) -> str:
+        """The name of a file, in the folder of this checkpoint; or in that of another, if it says so."""
+        if not isinstance(file, OlderFile):
+            return shard_name(self.save_id, file.rank)
+        if file.folder:
+            return shard_name(file.save_id, file.writer)
+        return older_name(self.save_id, file.rank, file.save_id, file.writer)
+
+    def shown_name(self, file: ShardFile) -> str:
+        """The name of a file, for people: one in the folder of another checkpoint is `../step-1/data/...`."""
+        folder = file.folder if isinstance(file, OlderFile) else ""
+        return f"../{folder}/{self.name_of(file)}" if folder else self.name_of(file)
+
     def parts_of(self, file: ShardFile) -> FileParts:
         """The objects that hold a shard file: usually one."""
-        data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, self.block_bytes)
-        return FileParts(self.file_name(file.rank), file.header_bytes, data_bytes, file.size_bytes, file.part_bytes)
+        data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, self.block_bytes, file.digests)
+        return FileParts(self.name_of(file), file.header_bytes, data_bytes, file.size_bytes, file.part_bytes)
 
     def layout_of(self, tensor: Tensor) -> Layout:
         """How this tensor is cut."""
@@ -181,6 +225,11 @@ def shard_name(save_id: str, rank: int) -> str:
     return f"data/{save_id}/{rank:05d}.safetensors"
 
 
+def older_name(save_id: str, rank: int, older_id: str, writer: int) -> str:
+    """The name under which a save keeps a file of an earlier one: beside that of the rank whose entries it holds."""
+    return f"data/{save_id}/{rank:05d}-{older_id}-{writer:05d}.safetensors"
+
+
 def seal(manifest: Manifest) -> bytes:
     """The bytes of a manifest file. Raises ValueError for one that no reader would accept."""
     lines = []
@@ -205,23 +254,11 @@ def seal(manifest: Manifest) -> bytes:
     return sealed
 
 
-def is_sealed(data: bytes) -> bool:
-    """Whether the bytes of a manifest end in the checksum of what comes before it."""
-    match = _SEAL.fullmatch(data[-_SEAL_BYTES:])
-    return match is not None and xxhash.xxh3_64(memoryview(data)[:-_SEAL_BYTES]).hexdigest().encode() == match[1]
-
-
-def may_be_unhealthy(data: bytes) -> bool:
-    """Whether the bytes of a manifest can have a verdict that is not good, without parsing them."""
-    # A field has a line of its own, and no text has a raw newline in it.
-    return b'\n"health": ' in data and b'\n"health": {"ok":true' not in data
-
-
 def unseal(data: bytes) -> Manifest:
     """Check and parse the bytes of a manifest file. Raises ValueError for damage, LookupError for a newer version."""
     if len(data) > MAX_MANIFEST_BYTES:
         raise ValueError(f"a manifest of {len(data)} bytes is over the limit of {MAX_MANIFEST_BYTES}")
-    body = memoryview(data)[:-_SEAL_BYTES]
+    body = memoryview(data)[:-SEAL_BYTES]
     if not is_sealed(data):
         raise ValueError("its checksum does not fit its content")
     text = b"".join((body, b"}"))
@@ -243,7 +280,7 @@ def unseal_brief(data: bytes) -> Manifest:
     """
     if not is_sealed(data):
         raise ValueError("its checksum does not fit its content")
-    text = b"".join((memoryview(data)[:-_SEAL_BYTES], b"}"))
+    text = b"".join((memoryview(data)[:-SEAL_BYTES], b"}"))
     try:
         _check_version(_HEAD.unpack(text))
         brief = _BRIEF.unpack(text)
@@ -299,6 +336,7 @@ class _Brief(msgspec.Struct):
     replaced: tuple[ReplacedIndex, ...] = ()
     timings: tuple[PhaseTime, ...] = ()
     health: Health | None = None
+    older: tuple[OlderFile, ...] = ()
 
 
 _MANIFEST = Wire.json(Manifest)
@@ -407,17 +445,36 @@ def _check_files(manifest: Manifest, held_bytes: int) -> None:
     ranks = [f.rank for f in manifest.files]
     if len(set(ranks)) != len(ranks) or not all(0 <= r < manifest.world for r in ranks):
         raise ValueError("its list of files names a rank twice, or one that does not exist")
-    for file in manifest.files:
+    for file in manifest.stored:
         if not 8 <= file.header_bytes <= min(file.size_bytes, MAX_HEADER_BYTES):
             raise ValueError(f"the file of rank {file.rank} cannot have a header of {file.header_bytes} bytes")
+        if not 0 <= file.digests <= MAX_ENTRIES or 16 * file.digests > file.size_bytes - file.header_bytes:
+            raise ValueError(f"the file of rank {file.rank} cannot have {file.digests} digests")
         if file.part_bytes and not _can_be_in_parts(file, manifest.block_bytes):
             raise ValueError(f"the file of rank {file.rank} cannot have parts of {file.part_bytes} bytes")
-    if held_bytes > sum(f.size_bytes - f.header_bytes for f in manifest.files):
+    _check_older(manifest)
+    if held_bytes > sum(f.size_bytes - f.header_bytes for f in manifest.stored):
         raise ValueError("its tensors are larger than its files")
 
 
+def _check_older(manifest: Manifest) -> None:
+    """Refuse files of earlier saves that are named twice, or that cannot be where they should."""
+    if len({(file.rank, file.save_id, file.writer) for file in manifest.older}) != len(manifest.older):
+        raise ValueError("its list of older files names one twice")
+    written = {file.rank for file in manifest.files}
+    for file in manifest.older:
+        if file.rank not in written or not 0 <= file.writer < MAX_RANKS or intended_generation(file.save_id) is None:
+            raise ValueError(f"it names an older file of rank {file.rank} that no save can have written")
+        if file.save_id == manifest.save_id or file.age < 1:
+            raise ValueError(f"it calls a file of rank {file.rank} older that is not")
+        if not 0 <= file.used_bytes <= file.size_bytes - file.header_bytes:
+            raise ValueError(f"an older file of rank {file.rank} cannot hold {file.used_bytes} bytes")
+        if file.folder and not is_name(file.folder):
+            raise ValueError(f"{file.folder[:80]!r} is no folder beside a checkpoint")
+
+
 def _can_be_in_parts(file: ShardFile, block_bytes: int) -> bool:
-    data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, block_bytes)
+    data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, block_bytes, file.digests)
     return 0 < file.part_bytes < data_bytes and file.part_bytes % block_bytes == 0
 
 
@@ -432,28 +489,6 @@ def _check_tree(manifest: Manifest) -> None:
     }
     check_leaves(manifest.tree, tables)
     check_names(grow(manifest.tree))
-
-
-def check_names(root: Branch) -> None:
-    """Refuse a tree in which a dict names a child twice: one would hide the other."""
-    pending = [root]
-    while pending:
-        branch = pending.pop()
-        pending.extend([child for child in branch.children if child.children])
-        if is_dict(branch.node.kind):
-            names = [child.node.name for child in branch.children if isinstance(child.node.name, str)]
-            if len(set(names)) != len(names):
-                raise ValueError("its tree names a child of a dict twice")
-
-
-def check_leaves(tree: tuple[Node, ...], tables: dict[str, list[str]]) -> None:
-    """Refuse a tree whose leaves of each kind are not the keys of that kind's table, each once."""
-    for kind in LEAVES:
-        keys, found = tables.get(kind, []), [n.key for n in tree if n.kind == kind]
-        if len(set(keys)) != len(keys) or (keys != found and sorted(keys) != sorted(found)):
-            raise ValueError(f"its tree and its table of {kind}s do not hold the same keys")
-    if any(node.key and node.kind not in LEAVES for node in tree):
-        raise ValueError("its tree gives a key to a container")
 
 
 def new_manifest(generation: int, save_id: str, created: str, writer: str, world: int, **content: Any) -> Manifest:

@@ -3,7 +3,8 @@
     8 bytes          length of the header, little-endian
     header           JSON, padded with spaces so that the data starts at a page boundary
     data             the entries, without gaps
-    @checksums       the last entry: one XXH3-64 for each block of the data before it (U64)
+    @checksums       the last entry: one XXH3-64 for each block of the data before it (U64); and, where the save may be
+                     the base of an incremental one, a digest of 16 bytes for each entry (see `core.reuse`)
 
 The manifest holds a checksum over header and table, so each byte of the file is covered exactly once.
 
@@ -28,6 +29,7 @@ CHECKSUMS = "@checksums"
 PRIVATE = "@private"
 NOTES = "__metadata__"
 """Where safetensors keeps text of the file's own, beside the entries."""
+DIGEST_BYTES = 16
 _digest = xxhash.xxh3_64_intdigest
 
 
@@ -68,7 +70,10 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
 
 
 class Header(msgspec.Struct, frozen=True):
-    """A file's header: the entries by name, the file's own notes, and the sizes that follow from them."""
+    """A file's header: the entries by name, the file's own notes, and the sizes that follow from them.
+
+    The table holds the checksums of the blocks, and then the digests of entries, if there are any.
+    """
 
     entries: dict[str, Entry]
     notes: dict[str, str]
@@ -103,9 +108,9 @@ def block_count(data_bytes: int, block_bytes: int) -> int:
     return -(-data_bytes // block_bytes)
 
 
-def data_bytes_of(size_bytes: int, header_bytes: int, block_bytes: int) -> int:
-    """How many bytes of a file are data: each block of them has eight bytes in the table after the data."""
-    rest = size_bytes - header_bytes
+def data_bytes_of(size_bytes: int, header_bytes: int, block_bytes: int, digests: int = 0) -> int:
+    """How many bytes of a file are data: each block has eight bytes in the table after the data, each digest 16."""
+    rest = size_bytes - header_bytes - DIGEST_BYTES * digests
     return rest - 8 * -(-rest // (block_bytes + 8))
 
 
@@ -171,8 +176,8 @@ def file_order(dtype: str, size_bytes: int) -> tuple[int, bool]:
     return -DTYPES[dtype].size_bytes, size_bytes < BLOCK_BYTES
 
 
-def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) -> tuple[bytes, Header]:
-    """The bytes of a header for these entries, in this order, and what they say."""
+def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int, digests: int = 0) -> tuple[bytes, Header]:
+    """The bytes of a header for these entries, in this order, and what they say. `digests`: how many the table has."""
     entries: dict[str, Entry] = {}
     position = 0
     for item in new:
@@ -183,9 +188,10 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int) ->
     if len(entries) != len(new):
         raise ValueError("two entries of one shard file have one name")
     blocks = block_count(position, block_bytes)
-    entries[CHECKSUMS] = Entry("U64", (blocks,), (position, position + 8 * blocks))
+    rows = blocks + 2 * digests
+    entries[CHECKSUMS] = Entry("U64", (rows,), (position, position + 8 * rows))
     data = encode_header(entries, notes)
-    return data, Header(entries, notes, len(data), position, 8 * blocks)
+    return data, Header(entries, notes, len(data), position, 8 * rows)
 
 
 def encode_header(entries: dict[str, Entry], notes: dict[str, str]) -> bytes:
@@ -204,7 +210,7 @@ def encode_header(entries: dict[str, Entry], notes: dict[str, str]) -> bytes:
     return struct.pack("<Q", length - 8) + text.ljust(length - 8)
 
 
-def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
+def read_header(data: bytes, file_bytes: int, block_bytes: int, digests: int = 0) -> Header:
     """Parse and check a header. Raises ValueError unless its entries tile the file exactly and sizes fit types."""
     if len(data) < 8 or len(data) > MAX_HEADER_BYTES:
         raise ValueError(f"a header cannot have {len(data)} bytes")
@@ -221,7 +227,7 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int) -> Header:
     _check_entries(entries)
     table = entries[CHECKSUMS]
     data_bytes, end = table.data_offsets
-    if table.dtype != "U64" or table.shape != (block_count(data_bytes, block_bytes),):
+    if table.dtype != "U64" or table.shape != (block_count(data_bytes, block_bytes) + 2 * digests,):
         raise ValueError("the table of checksums does not fit the data")
     if len(data) + end != file_bytes:
         raise ValueError(f"the header describes {len(data) + end} bytes and the file has {file_bytes}")
@@ -272,6 +278,11 @@ def check_block_bytes(block_bytes: int) -> None:
     """Refuse block sizes that are not a power of two between a page and the limit."""
     if not PAGE_BYTES <= block_bytes <= MAX_BLOCK_BYTES or block_bytes & (block_bytes - 1):
         raise ValueError(f"blocks of {block_bytes} bytes are not supported")
+
+
+def is_name(name: str) -> bool:
+    """Whether a name is that of a folder beside another, and leads nowhere else."""
+    return name not in ("", ".", "..") and not any(part in name for part in ("/", "\\", "\0"))
 
 
 def seal_of(header: bytes, table: bytes) -> str:

@@ -424,3 +424,25 @@ def _unroll(branch: Branch) -> Iterator[Node]:
     yield branch.node
     for child in branch.children:
         yield from _unroll(child)
+
+
+def check_names(root: Branch) -> None:
+    """Refuse a tree in which a dict names a child twice: one would hide the other."""
+    pending = [root]
+    while pending:
+        branch = pending.pop()
+        pending.extend([child for child in branch.children if child.children])
+        if is_dict(branch.node.kind):
+            names = [child.node.name for child in branch.children if isinstance(child.node.name, str)]
+            if len(set(names)) != len(names):
+                raise ValueError("its tree names a child of a dict twice")
+
+
+def check_leaves(tree: tuple[Node, ...], tables: dict[str, list[str]]) -> None:
+    """Refuse a tree whose leaves of each kind are not the keys of that kind's table, each once."""
+    for kind in LEAVES:
+        keys, found = tables.get(kind, []), [n.key for n in tree if n.kind == kind]
+        if len(set(keys)) != len(keys) or (keys != found and sorted(keys) != sorted(found)):
+            raise ValueError(f"its tree and its table of {kind}s do not hold the same keys")
+    if any(node.key and node.kind not in LEAVES for node in tree):
+        raise ValueError("its tree gives a key to a container")

@@ -93,8 +93,8 @@ def place_all(
     align = files.manifest.block_bytes if verify else PAGE_BYTES
     size = max(transfer.block_bytes // align, 1) * align
     pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
-    ranks = _opened(files, sorted(by_rank))
-    jobs = (job for rank in ranks for job in _jobs(files.of(rank), by_rank[rank], align, size, lossy))
+    opened = _opened(files, by_rank)
+    jobs = (job for number, found in opened for job in _jobs(files.of(number), found, align, size, lossy))
 
     first = next(jobs, None)
     if first is None:
@@ -112,17 +112,28 @@ def place_all(
     moved(total)
 
 
-def _opened(files: Files, ranks: list[int]) -> Iterator[int]:
-    """The ranks, with their files opened some ahead."""
+def _opened(files: Files, by_rank: dict[int, list[Placement]]) -> Iterator[tuple[int, list[Placement]]]:
+    """The number of each file with the reads from it, with the files opened some ahead."""
+    ranks = sorted(by_rank)
     for at in range(0, len(ranks), MAX_OPEN // 2):
         batch = ranks[at : at + MAX_OPEN // 2]
         files.open_ahead(batch)
-        yield from batch
+        if not files.manifest.older:
+            yield from ((rank, by_rank[rank]) for rank in batch)
+            continue
+        by_file: dict[int, list[Placement]] = defaultdict(list)
+        for placement in chain.from_iterable(by_rank[rank] for rank in batch):
+            by_file[files.number_of(placement.item.rank, placement.item.name)].append(placement)
+        numbers = list(by_file)
+        for first in range(0, len(numbers), MAX_OPEN // 2):
+            some = numbers[first : first + MAX_OPEN // 2]
+            files.open_ahead(some)
+            yield from ((number, by_file[number]) for number in some)
 
 
 def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry, lossy: bool) -> None:
     """Read a whole entry, undo its transforms, and copy the wanted part of it."""
-    item, file = placement.item, files.of(placement.item.rank)
+    item, file = placement.item, files.holding(placement.item.rank, placement.item.name)
     size = item.source.elements * DTYPES[placement.dtype].size_bytes
     what = f"{file.where}: {item.name[:200]!r}"
     data = restored(file.packed(item), files.transforms[item.key], size, what, registry)

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+import msgspec
+
 from milepost.core.box import Shape
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import KIB, MIB
-from milepost.core.manifest import Manifest, ShardFile
-from milepost.core.shardfile import CHECKSUMS, Entry, Header, read_header, seal_of, sums_of
+from milepost.core.manifest import Manifest, OlderFile, ShardFile
+from milepost.core.reuse import OLDER, FileId, digests_by_name, id_of, unpack_older
+from milepost.core.shardfile import CHECKSUMS, DIGEST_BYTES, Entry, Header, read_header, seal_of, sums_of
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.parts import MAYBE_REPLACED, open_parts
 from milepost.data.transfer import Meter, Transfer, new_pages, run_all
 from milepost.errors import CheckpointDamaged, UnsafeCheckpoint
 from milepost.store import Reader, Store, Traits
+from milepost.store.siblings import beside
 from milepost.store.stopping import side_by_side
 
 _log = logging.getLogger("milepost")
@@ -48,8 +52,8 @@ class VerifiedFile:
     """One shard file, open: its header, and any blocks of its data, checked. May be used by several threads at once."""
 
     def __init__(self, store: Store, manifest: Manifest, record: ShardFile) -> None:
-        self.name = manifest.file_name(record.rank)
-        self.where = f"{store.url}/{self.name}"
+        self.name, self.id = manifest.shown_name(record), id_of(record, manifest)
+        self.where = f"{store.url}/{manifest.name_of(record)}"
         self.block_bytes = manifest.block_bytes
         self.parts, self.traits = manifest.parts_of(record), store.traits
         # Where a request costs a round trip, a job is one request. Else it is checked while it is in the cache.
@@ -58,7 +62,7 @@ class VerifiedFile:
         with self._present("is missing"):
             self.reader = self._opening()
         try:
-            self.header, self._sums = self._read_head(record, manifest)
+            self.header, self._sums, self._digests = self._read_head(record)
         except BaseException:
             self.reader.close()
             raise
@@ -71,8 +75,8 @@ class VerifiedFile:
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} {what}. {MAYBE_REPLACED}") from None
 
-    def _read_head(self, record: ShardFile, manifest: Manifest) -> "tuple[Header, array[int]]":
-        """Header and table of checksums, checked against the manifest."""
+    def _read_head(self, record: ShardFile) -> "tuple[Header, array[int], bytes]":
+        """Header, checksums and digests, checked against the manifest."""
         head, table = self._head_and_table(record)
         if self.traits.requests and seal_of(head, table) != record.checksum:
             self._open_again("its header or table")
@@ -81,12 +85,13 @@ class VerifiedFile:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
             with CollectionPaused():
-                header = read_header(head, record.size_bytes, self.block_bytes)
+                header = read_header(head, record.size_bytes, self.block_bytes, record.digests)
         except ValueError as error:
             raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
-        if header.notes.get("save_id") != manifest.save_id or header.notes.get("rank") != str(record.rank):
+        if (header.notes.get("save_id"), header.notes.get("rank")) != (self.id.save_id, str(self.id.writer)):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
-        return header, _checksums_in(table)
+        end = len(table) - DIGEST_BYTES * record.digests
+        return header, _checksums_in(table[:end]), table[end:]
 
     def _open_again(self, what: str) -> None:
         """Prepare to read once more what is not as it was saved. Other threads go on with the reader that they have."""
@@ -106,9 +111,34 @@ class VerifiedFile:
         return head, table
 
     @property
+    def table(self) -> bytes:
+        """The table as it stands in the file: checksums, and digests of entries."""
+        return self._sums.tobytes() + self._digests
+
+    @property
     def checksums(self) -> "array[int]":
         """The checksum of each block of the data, as it was saved. Not to be changed."""
         return self._sums
+
+    @cached_property
+    def older(self) -> dict[str, FileId]:
+        """The entries that this rank has in files of earlier saves, and which files those are."""
+        with self._valid():
+            return unpack_older(self.header.notes.get(OLDER, ""))
+
+    @cached_property
+    def digests(self) -> dict[str, bytes]:
+        """The digests of its entries, and of those that this rank has in files of earlier saves; empty without any."""
+        with self._valid():
+            return digests_by_name(self.header, self._digests)
+
+    @contextlib.contextmanager
+    def _valid(self) -> Iterator[None]:
+        """Turn ValueError into CheckpointDamaged."""
+        try:
+            yield
+        except (ValueError, RecursionError) as error:
+            raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
 
     def entry(self, item: PlannedRead, dtype: str) -> Entry:
         """The entry that a planned read is from. Raises CheckpointDamaged unless it is what the manifest says."""
@@ -289,11 +319,15 @@ def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]
 
 
 class Files:
-    """The shard files of one checkpoint, opened when they are first needed; at most `MAX_OPEN` are kept open."""
+    """The shard files of one checkpoint, opened when they are first needed; at most `MAX_OPEN` are kept open.
+
+    Each has a number: the rank that wrote it; the files of earlier saves have the numbers after all ranks.
+    """
 
     def __init__(self, store: Store, manifest: Manifest) -> None:
         self._store, self.manifest = store, manifest
-        self._records = {file.rank: file for file in manifest.files}
+        self._records: dict[int, ShardFile] = {file.rank: file for file in manifest.files}
+        self._records.update(enumerate(manifest.older, manifest.world))
         self._open: dict[int, VerifiedFile] = {}
 
     @property
@@ -306,9 +340,49 @@ class Files:
         """Those of the store that holds the files."""
         return self._store.traits
 
-    def open_ahead(self, ranks: Iterable[int]) -> None:
-        """Open the files of these ranks, at most `MAX_OPEN`, side by side where each costs a round trip or two."""
-        missing = [rank for rank in ranks if rank not in self._open and rank in self._records]
+    @property
+    def numbers(self) -> Sequence[int]:
+        """The numbers of all files."""
+        return list(self._records)
+
+    def record(self, number: int) -> ShardFile:
+        """What the manifest says of a file."""
+        return self._records[number]
+
+    @cached_property
+    def _older(self) -> dict[tuple[int, FileId], int]:
+        """The numbers of the files of earlier saves, by the rank whose entries they hold, and by what they are."""
+        manifest = self.manifest
+        return {
+            (file.rank, id_of(file, manifest)): number for number, file in enumerate(manifest.older, manifest.world)
+        }
+
+    def locate(self, item: PlannedRead) -> PlannedRead:
+        """The same read, with the number of the file that holds it in place of the rank whose it is."""
+        if not self.manifest.older:
+            return item
+        number = self.number_of(item.rank, item.name)
+        return item if number == item.rank else msgspec.structs.replace(item, rank=number)
+
+    def number_of(self, rank: int, name: str) -> int:
+        """The number of the file that holds an entry of this rank."""
+        if not self.manifest.older or rank >= self.manifest.world:
+            return rank
+        file = self.of(rank)
+        older = file.older.get(name)
+        if older is None:
+            return rank
+        if (rank, older) not in self._older:
+            raise CheckpointDamaged(f"{file.where} has {name[:200]!r} in a file that the manifest does not name")
+        return self._older[rank, older]
+
+    def holding(self, rank: int, name: str) -> VerifiedFile:
+        """The file that holds an entry of this rank."""
+        return self.of(self.number_of(rank, name))
+
+    def open_ahead(self, numbers: Iterable[int]) -> None:
+        """Open these files, at most `MAX_OPEN`, side by side where each costs a round trip or two."""
+        missing = [number for number in numbers if number not in self._open and number in self._records]
         if self.traits.requests and len(missing) > 1:
             self._make_room(len(missing))
             files = side_by_side(self.make, missing, self.traits.requests)
@@ -319,30 +393,41 @@ class Files:
         """The tensors whose bytes were transformed, by key, and how."""
         return {tensor.key: tensor.transforms for tensor in self.manifest.tensors if tensor.transforms}
 
-    def of(self, rank: int) -> VerifiedFile:
-        """The file that `rank` wrote."""
-        if rank not in self._open:
-            if rank not in self._records:
-                raise CheckpointDamaged(f"{self._store.url}: the manifest names data of rank {rank}, but no file of it")
+    def of(self, number: int) -> VerifiedFile:
+        """The file that a rank wrote, or one of an earlier save."""
+        if number not in self._open:
+            if number not in self._records:
+                raise CheckpointDamaged(
+                    f"{self._store.url}: the manifest names data of rank {number}, but no file of it"
+                )
             self._make_room(1)
-            self._open[rank] = self.make(rank)
-        return self._open[rank]
+            self._open[number] = self.make(number)
+        return self._open[number]
 
     def _make_room(self, count: int) -> None:
         while self._open and len(self._open) + count > MAX_OPEN:
             # Dropped, not closed: a worker may still read from it. It closes with the last reference.
             self._open.pop(next(iter(self._open)))
 
-    def make(self, rank: int) -> VerifiedFile:
+    def make(self, number: int) -> VerifiedFile:
         """Open a file; `of` does that once."""
-        return VerifiedFile(self._store, self.manifest, self._records[rank])
+        record = self._records[number]
+        return VerifiedFile(place_of(self._store, record), self.manifest, record)
 
-    def name_of(self, rank: int) -> str:
-        """The name of the file that `rank` wrote."""
-        return self.manifest.file_name(rank)
+    def name_of(self, number: int) -> str:
+        """The name of a file, for people."""
+        record = self._records.get(number)
+        return self.manifest.shown_name(record) if record is not None else self.manifest.file_name(number)
 
     def close(self) -> None:
         """Close all files."""
         for file in self._open.values():
             file.close()
         self._open.clear()
+
+
+def place_of(store: Store, record: ShardFile) -> Store:
+    """The store that holds a file of the checkpoint at `store`: that one, or that of a checkpoint beside it."""
+    if not isinstance(record, OlderFile) or not record.folder:
+        return store
+    return beside(store, record.folder)

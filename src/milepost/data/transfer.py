@@ -96,6 +96,10 @@ class Transfer:
         threads = min(self.threads, host_memory_bytes // block)
         return Transfer(threads, block, self.direct, _limit_bytes=host_memory_bytes)
 
+    def in_units_of(self, size_bytes: int) -> "Transfer":
+        """The same, with blocks that are multiples of this size: smaller ones, if there is room for one unit."""
+        return replace(self, block_bytes=max(self.block_bytes // size_bytes, 1) * size_bytes)
+
     def to_write(self, traits: Traits, data_bytes: int) -> "Transfer":
         """The same, for this much data and a store with these traits: its parts as blocks, and requests to fill it.
 

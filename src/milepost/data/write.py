@@ -12,7 +12,7 @@ import ctypes
 import threading
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import msgspec
@@ -21,7 +21,9 @@ import torch
 
 from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
+from milepost.core.reuse import CELL_BYTES, OLDER, KeptEntry, pack_older
 from milepost.core.shardfile import FileParts, Header, NewEntry, file_order, make_header, seal_of, sums_of
+from milepost.data.cells import CellDigests
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
@@ -63,25 +65,33 @@ def write_shard(
     meter: Meter,
     released: Callable[[], None] = lambda: None,
     tally: Tally | None = None,
+    kept: Mapping[str, KeptEntry] | None = None,
 ) -> Written:
     """Write one shard file and make it durable. On any error nothing of it remains.
 
     Live entries are written first. `released` is called once, from any thread, when they are no longer needed. `tally`
-    gets the statistics of what is written.
+    gets the statistics of what is written. `kept`: the entries of this rank that are in older files (None: the file
+    gets no digests, and so can be no base of an incremental save).
     """
-    if not entries:
+    if not entries and not kept:
         released()
         return Written(None, 0)
     entries = sorted(entries, key=lambda e: file_order(e.header.dtype, e.header.size_bytes))
     notes = {"format": "milepost", "save_id": save_id, "rank": str(rank)}
+    older, kept_digests = pack_older(kept) if kept else ("", b"")
+    if older:
+        notes[OLDER] = older
+    digests = len(entries) + len(kept) if kept is not None else 0
     try:
         with CollectionPaused():
-            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES)
+            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES, digests)
     except ValueError as error:
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
     meter.expect(header.data_bytes)
     name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, header.data_bytes)
-    source = _EntryBytes(entries, header, transfer.block_bytes, tally)
+    if digests:
+        transfer = transfer.in_units_of(CELL_BYTES)
+    source = _EntryBytes(entries, header, transfer.block_bytes, tally, kept_digests if digests else None)
     part_bytes = 0
     if store.traits.part_bytes:
         part_bytes = transfer.block_bytes if header.data_bytes > transfer.block_bytes else 0
@@ -90,7 +100,21 @@ def write_shard(
     else:
         table = _write_file(store, name, head, source, transfer, meter, released)
     seal = seal_of(head, table)
-    return Written(ShardFile(rank, header.size_bytes, header.header_bytes, seal, part_bytes), header.data_bytes)
+    file = ShardFile(rank, header.size_bytes, header.header_bytes, seal, part_bytes, digests)
+    return Written(file, header.data_bytes)
+
+
+def look_through(entries: Sequence[EntryToWrite], transfer: Transfer, tally: Tally, meter: Meter) -> None:
+    """Let `tally` see entries as if they were written to a file, where they need not be."""
+    entries = sorted(entries, key=lambda e: file_order(e.header.dtype, e.header.size_bytes))
+    with CollectionPaused():
+        _, header = make_header([e.header for e in entries], {}, BLOCK_BYTES)
+    size, total = transfer.block_bytes, header.data_bytes
+    source = _EntryBytes(entries, header, size, tally)
+    block = Block(min(size, total), source.pinned)
+    for start in range(0, total, size):
+        tally.add(start, source.bytes_in(start, min(start + size, total), block, by_reference=True))
+        meter.check()
 
 
 def _write_file(
@@ -107,7 +131,7 @@ def _write_file(
     try:
         with committed(start_file(store, name, header.size_bytes, transfer.direct)) as writer:
 
-            def put(start: int, views: list[memoryview], sums: Callable[[], bytes]) -> None:
+            def put(start: int, views: list[memoryview], sums: Callable[[], None]) -> None:
                 sums()  # first: then the bytes are in the processor's cache when they are written
                 writer.write(header.header_bytes + start, views)
 
@@ -137,19 +161,23 @@ def _write_parts(
     A part is made of views of the tensors themselves, where they lie in one run of memory: nothing is copied.
     """
 
-    def put(start: int, views: list[memoryview], sums: Callable[[], bytes]) -> None:
+    def put(start: int, views: list[memoryview], sums: Callable[[], None]) -> None:
         part = parts[start // transfer.block_bytes]
         before = [head] if start == 0 else []
-        if len(parts) == 1:  # all data, so its checksums are the table
-            create_part(store, part, [*before, *views, sums()])
+        if len(parts) == 1:  # all data, so its checksums are those of the table
+            sums()
+            create_part(store, part, [*before, *views, blocks.table()])
         else:
             create_part(store, part, [*before, *views])
             sums()  # last: computing them would keep the other threads from starting their first requests
 
     threads = transfer.threads_for(source.header.data_bytes, 1, transfer.block_bytes)
-    table = _Blocks(source, transfer.block_bytes, lambda: True).write(put, threads, meter, released, apart=True)
+    blocks = _Blocks(source, transfer.block_bytes, lambda: True)
+    table = blocks.write(put, threads, meter, released, apart=True)
     if len(parts) > 1:
         create_part(store, parts[len(parts) - 1], [table])
+    elif not source.header.data_bytes:  # all that this rank has is in older files
+        create_part(store, parts[0], [head, table])
     return table
 
 
@@ -164,14 +192,14 @@ class _Blocks:
 
     def write(
         self,
-        put: Callable[[int, list[memoryview], Callable[[], bytes]], None],
+        put: Callable[[int, list[memoryview], Callable[[], None]], None],
         threads: int,
         meter: Meter,
         released: Callable[[], None],
         *,
         apart: bool = False,
     ) -> bytes:
-        """Put all blocks and give the table of all checksums.
+        """Put all blocks and give the table: all checksums, and the digests.
 
         `put` gets the start of a block, its bytes, and a function that computes its checksums. It calls that once,
         before or after it writes.
@@ -197,8 +225,13 @@ class _Blocks:
         # A planner makes late tensors, and may use the same memory for each. So they are copied one after the other, in
         # order (jobs are taken one at a time); only checksums and writes run side by side.
         jobs: Iterator[int | _Gathered] = map(self._gather, starts) if self._source.late else iter(starts)
-        run_all(jobs, make_worker, threads, meter, apart=apart)
-        return self._sums.tobytes()
+        if self._total:
+            run_all(jobs, make_worker, threads, meter, apart=apart)
+        return self.table()
+
+    def table(self) -> bytes:
+        """The table, once all blocks are summed."""
+        return self._sums.tobytes() + self._source.digests()
 
     def _gather(self, start: int) -> "_Gathered":
         block = self._free.pop()  # each worker adds one, and returns it before it takes the next job
@@ -206,11 +239,12 @@ class _Blocks:
         views = self._source.bytes_in(start, stop, block, by_reference=self._by_reference())
         return _Gathered(start, stop, views, block)
 
-    def _sum(self, job: "_Gathered") -> bytes:
+    def _sum(self, job: "_Gathered") -> None:
         found = sums_of(job.views, BLOCK_BYTES)
         first = job.start // BLOCK_BYTES
         self._sums[first : first + len(found)] = found
-        return self._sums[first : first + len(found)].tobytes()
+        if self._source.cells is not None:
+            self._source.cells.add(job.start, job.views)
 
 
 class _Countdown:
@@ -275,12 +309,22 @@ def _run_ends(starts: list[int], addresses: list[int], total: int) -> list[int]:
 class _EntryBytes:
     """The data of all entries as one run of bytes."""
 
-    def __init__(self, entries: list[EntryToWrite], header: Header, block_bytes: int, tally: Tally | None) -> None:
+    def __init__(
+        self,
+        entries: list[EntryToWrite],
+        header: Header,
+        block_bytes: int,
+        tally: Tally | None,
+        kept_digests: bytes | None = None,
+    ) -> None:
+        """`kept_digests`: those of entries in older files; None if no digests are wanted."""
         self.header, self._block_bytes, self.tally = header, block_bytes, tally
         self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
         self.pieces = len(entries)
         self.late = any(isinstance(entry.data, LateTensor) for entry in entries)
         self._starts = [header.entries[entry.header.name].data_offsets[0] for entry in entries]
+        self.cells = CellDigests(self._starts, header.data_bytes) if kept_digests is not None else None
+        self._kept_digests = kept_digests or b""
         if tally is not None:
             found = zip(self._starts, entries, strict=True)
             tally.begin([TalliedEntry(start, e.header.dtype, e.tensor) for start, e in found], header.data_bytes)
@@ -291,6 +335,10 @@ class _EntryBytes:
         here = [data for data in self._data if isinstance(data, torch.Tensor)]
         # Late tensors come from the device that the job computes on.
         self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
+
+    def digests(self) -> bytes:
+        """The digests of all entries, once the cells of all blocks are known; empty if none are wanted."""
+        return b"".join(self.cells.result()) + self._kept_digests if self.cells is not None else b""
 
     def starts_of_blocks(self) -> tuple[list[int], set[int]]:
         """Where blocks start, blocks with live entries first, and the set of those."""

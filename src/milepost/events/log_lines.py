@@ -23,7 +23,8 @@ def log_committed(event: Committed) -> None:
     """A checkpoint was committed; an unhealthy one is a warning, too."""
     if event.health is not None and not event.health.ok:
         _log.warning("%s is unhealthy: %s", _what(event), event.health.reason)
-    _log.info("%s %s%s", _DONE[event.kind], _moved(event, event.bytes, event.seconds), _slowest(event))
+    reused = f", {show_bytes(event.reused_bytes)} reused" if event.reused_bytes else ""
+    _log.info("%s %s%s%s", _DONE[event.kind], _moved(event, event.bytes, event.seconds), reused, _slowest(event))
 
 
 def log_removed(event: Removed) -> None:

@@ -116,7 +116,7 @@ class Operation:
         named = tuple(ranks[:_RANKS_NAMED])
         self.tell(Waiting, meeting=meeting, ranks=named, missing=len(ranks), since=since, waited_s=waited_s)
 
-    def commit(self, generation: int, size_bytes: int, health: Health | None = None) -> None:
+    def commit(self, generation: int, size_bytes: int, health: Health | None = None, reused_bytes: int = 0) -> None:
         """Tell that the checkpoint exists, and write the lines of the log."""
         is_odd = health is not None and not health.ok
         if LISTENERS.heard or (self.decides and (is_odd or wants_lines())):
@@ -127,6 +127,7 @@ class Operation:
                 seconds=self.seconds,
                 timings=self.timings if self.decides else (),
                 health=health,
+                reused_bytes=reused_bytes,
             )
 
     def remove(self, generation: int, size_bytes: int) -> None:

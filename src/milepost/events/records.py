@@ -92,7 +92,8 @@ class Waiting(Event, frozen=True, kw_only=True):
 class Committed(Event, frozen=True, kw_only=True):
     """The checkpoint exists, and survives power loss.
 
-    `bytes`: of the tensors of all ranks. `seconds`: since the operation began, on this rank. `timings`: the phases of
+    `bytes`: of the tensors that all ranks wrote. `reused_bytes`: of those that did not change since an earlier save,
+    and were not written again. `seconds`: since the operation began, on this rank. `timings`: the phases of
     all ranks, on the coordinator only; other ranks have none. `health`: what the rule of `healthy` said, if there is
     one.
     """
@@ -102,6 +103,7 @@ class Committed(Event, frozen=True, kw_only=True):
     seconds: float
     timings: tuple[PhaseTime, ...] = ()
     health: Health | None = None
+    reused_bytes: int = 0
 
 
 class Removed(Event, frozen=True, kw_only=True):

@@ -25,7 +25,7 @@ _MOSTLY = 2
 """Files are read as a whole if that is at most so many times as much as is wanted."""
 
 _Wanted = dict[int, dict[str, int]]
-"""For each rank, the entries of its file that are wanted, with the number of the tensor of each."""
+"""For each file, by its number, the entries that are wanted, with the number of the tensor of each."""
 
 
 def compute_statistics(
@@ -50,7 +50,7 @@ def _whole_entries(files: Files, tensors: Sequence[Tensor]) -> _Wanted | None:
         return None  # another library's files
     wanted: _Wanted = {}
     for number, tensor in enumerate(tensors):
-        for item in read_plan(files.manifest, tensor, Box.whole(tensor.shape)):
+        for item in map(files.locate, read_plan(files.manifest, tensor, Box.whole(tensor.shape))):
             if tensor.transforms or item.box != item.source:
                 return None
             wanted.setdefault(item.rank, {})[item.name] = number
@@ -58,8 +58,7 @@ def _whole_entries(files: Files, tensors: Sequence[Tensor]) -> _Wanted | None:
 
 
 def _data_bytes(files: Files, wanted: _Wanted) -> int:
-    manifest = files.manifest
-    return sum(manifest.parts_of(file).data_bytes for file in manifest.files if file.rank in wanted)
+    return sum(files.manifest.parts_of(files.record(number)).data_bytes for number in wanted)
 
 
 def _of_files(
@@ -81,7 +80,7 @@ def _refuse_missing(files: Files, file: VerifiedFile, tensors: Sequence[Tensor],
     """Raise CheckpointDamaged unless the file holds what the manifest says, as it says."""
     for tensor in (tensors[number] for number in numbers):
         for item in read_plan(files.manifest, tensor, Box.whole(tensor.shape)):
-            if files.of(item.rank) is file:
+            if files.holding(item.rank, item.name) is file:
                 file.entry(item, tensor.dtype)
 
 

@@ -105,7 +105,7 @@ def contents_of(checkpoint: Checkpoint) -> CheckpointContents:
         tensors=len(manifest.tensors),
         elements=sum(Box.whole(tensor.shape).elements for tensor in written.values() if not tensor.is_bytes),
         data_bytes=sum(tensor.size_bytes for tensor in written.values()),
-        file_bytes=sum(file.size_bytes for file in manifest.files),
+        file_bytes=sum(file.size_bytes for file in manifest.stored),
         metadata=plain_of(manifest.metadata),
         health=manifest.health,
         timings=manifest.timings,
@@ -212,5 +212,5 @@ def _boxes(checkpoint: Checkpoint, key: str) -> Iterator[BoxInFile]:
     manifest = checkpoint.manifest
     tensor: Tensor = next(one for one in manifest.tensors if one.key == key)
     for item in read_plan(manifest, tensor, Box.whole(tensor.shape)):
-        file = checkpoint.file_name(item.rank)
+        file = checkpoint.file_name(item.rank, item.name)
         yield BoxInFile(item.source.offset, item.source.shape, item.rank, file, item.name)

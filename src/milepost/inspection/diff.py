@@ -289,8 +289,11 @@ class _Comparison:
             self._compare_entries(pair, mine, theirs)
 
     def _compare_entries(self, pair: _Pair, mine: PlannedRead, theirs: PlannedRead) -> None:
-        one, other = self._left.files.of(mine.rank), self._right.files.of(theirs.rank)
+        one = self._left.files.holding(mine.rank, mine.name)
+        other = self._right.files.holding(theirs.rank, theirs.name)
         tally = self._tallies[pair.a.key]
+        if one.id == other.id and mine.name == theirs.name:
+            return  # one and the same entry, which the later of the two saves did not write again
         if not pair.a.transforms:
             first, second = one.entry(mine, pair.a.dtype), other.entry(theirs, pair.b.dtype)
         else:
@@ -308,7 +311,8 @@ class _Comparison:
         if rank not in {file.rank for file in self._right.manifest.files}:
             return False
         one, other = self._left.files.of(rank), self._right.files.of(rank)
-        return one.header.entries == other.header.entries and one.checksums == other.checksums
+        same = one.header.entries == other.header.entries and one.checksums == other.checksums
+        return same and one.older == other.older
 
     def _open_ahead(self, mine: Sequence[int], theirs: Sequence[int]) -> None:
         self._left.files.open_ahead(mine)

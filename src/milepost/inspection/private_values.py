@@ -29,7 +29,7 @@ def compare_private(
     keys = [key for key in keys if key in mine and key in theirs]
     differing = {key: set(mine[key]) ^ set(theirs[key]) for key in keys}
     for rank in sorted({rank for key in keys for rank in mine[key] & theirs[key]}):
-        for key in _compare_rank(left.of(rank), right.of(rank), tables):
+        for key in _compare_rank(left, right, rank, tables):
             if key in differing and rank in mine[key] & theirs[key]:
                 differing[key].add(rank)
     return tuple(PerRankDifference(key, pack_ranks(sorted(ranks))) for key, ranks in differing.items() if ranks)
@@ -39,16 +39,19 @@ def _holders(files: Files) -> dict[str, set[int]]:
     return {one.key: set(unpack_ranks(one.ranks)) for one in files.manifest.per_rank}
 
 
-def _compare_rank(one: VerifiedFile, other: VerifiedFile, tables: TableComparison) -> list[str]:
+def _compare_rank(left: Files, right: Files, rank: int, tables: TableComparison) -> list[str]:
     """The keys whose values differ between the files of one rank."""
-    first, second = _record(one), _record(other)
+    first, second = _record(left.of(rank)), _record(right.of(rank))
     mine, theirs = _by_key(first), _by_key(second)
     differing = [key for key in mine if key in theirs and mine[key][0] != theirs[key][0]]
     for key in mine.keys() & theirs.keys() - set(differing):
         tally = ChangeTally()
         for tensor in mine[key][1]:  # they have the same keys, types and shapes in both
-            entries = (file.header.entries.get(private_name(tensor)) for file in (one, other))
-            found, known = entries
+            name = private_name(tensor)
+            one, other = left.holding(rank, name), right.holding(rank, name)
+            found, known = (file.header.entries.get(name) for file in (one, other))
+            if one.id == other.id:
+                continue  # one and the same entry
             if found is not None and known is not None:
                 tables.compare(one, found, other, known, tally)
             elif found is not known:

@@ -58,7 +58,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     `step`: the number in its name; None where there is none. `reason`: why `state` is not "whole".
     `format`: "milepost", or that of another library. `looked_at`: what `state` rests on. With "files", all files are
     there and have the right size; with "manifest", they were too many to look for; with "names", another library's
-    checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `file_bytes`: all files. None: not known.
+    checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `new_bytes`: those of them that its own
+    save wrote; `file_bytes`: all files. None: not known.
     `kept`: why the rule of the run keeps it. `verified`: when `milepost verify --record` last read all of it.
     """
 
@@ -72,6 +73,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     generation: int = 0
     ranks: int | None = None
     data_bytes: int | None = None
+    new_bytes: int | None = None
     file_bytes: int | None = None
     created: str | None = None
     age_s: float | None = None
@@ -302,7 +304,6 @@ def _own(place: Store, name: str, names: frozenset[str], listed: int) -> _Inspec
 def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0) -> StepSummary:
     """What a manifest tells of a checkpoint, ours or another library's."""
     ours, health = manifest.generation > 0, manifest.health
-    data = [manifest.parts_of(file).data_bytes for file in manifest.files] if ours else []
     return _step(
         place,
         name,
@@ -312,8 +313,9 @@ def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0)
         looked_at="manifest",
         generation=manifest.generation,
         ranks=manifest.world,
-        data_bytes=sum(data) if ours else sum(tensor.size_bytes for tensor in manifest.tensors),
-        file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
+        data_bytes=manifest.data_bytes if ours else sum(tensor.size_bytes for tensor in manifest.tensors),
+        new_bytes=manifest.new_bytes if ours else None,
+        file_bytes=sum(file.size_bytes for file in manifest.stored) + manifest_bytes,
         created=manifest.created or None,
         metrics=_metrics(manifest) if ours else {},
         timings=manifest.timings,
@@ -384,7 +386,7 @@ def _with_files(seen: list[_Inspected], root: Store) -> list[_Inspected]:
     for i in range(len(seen) - 1, -1, -1):
         manifest = seen[i].manifest
         if manifest is not None and manifest.files and seen[i].summary.looked_at != "files":
-            budget -= len(manifest.files)
+            budget -= len(manifest.stored)
             if budget < 0:
                 break
             chosen.append(i)

@@ -46,7 +46,7 @@ class ComparedSide:
     def data_bytes(self) -> int:
         """The size of its tensors and values of ranks."""
         if self.ours:
-            return sum(self.manifest.parts_of(file).data_bytes for file in self.manifest.files)
+            return self.manifest.data_bytes
         return sum(tensor.size_bytes for tensor in self.manifest.tensors)
 
 

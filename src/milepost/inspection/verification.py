@@ -149,7 +149,7 @@ def _placed(checkpoint: Checkpoint, damages: Sequence[Damage]) -> Iterator[Damag
         for tensor in checkpoint.manifest.tensors:
             for item in read_plan(checkpoint.manifest, tensor, Box.whole(tensor.shape)):
                 box = DamagedBox(tensor.key, item.source.offset, item.source.shape)
-                known.setdefault((checkpoint.file_name(item.rank), item.name), box)
+                known.setdefault((checkpoint.file_name(item.rank, item.name), item.name), box)
     for damage in damages:
         boxes = (known.get((damage.file, name), DamagedBox(name)) for name in damage.entries)
         yield DamagedPlace(damage.file, damage.reason, tuple(boxes))

@@ -418,7 +418,8 @@ class Matcher:
         if not has_no_memory(leaf):
             self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
-        shares, swaps = self._describer.shares, self._manifest.format == FORMAT and may_swap(saved)
+        ours = self._manifest.format == FORMAT and not self._manifest.older  # else who reads what is not arithmetic
+        shares, swaps = self._describer.shares, ours and may_swap(saved)
         for placement in placements:
             self._read_bytes += placement.size_bytes
             if not shares:

@@ -29,8 +29,9 @@ from milepost.comm import (
 )
 from milepost.commit.find import find, newest_generation, parse, read_manifest
 from milepost.core.limits import KIB
-from milepost.core.manifest import Manifest, may_be_unhealthy
+from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
+from milepost.core.seal import may_be_unhealthy
 from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.versions import set_versions
 from milepost.core.wire import Wire

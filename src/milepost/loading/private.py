@@ -5,11 +5,11 @@ from typing import Any
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
-from milepost.core.manifest import Manifest, Tensor, check_kind, check_leaves
+from milepost.core.manifest import Manifest, Tensor, check_kind
 from milepost.core.private_record import Private, read_private
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
-from milepost.core.tree import Node, Parts, Path, build, grow, show_path
+from milepost.core.tree import Node, Parts, Path, build, check_leaves, grow, show_path
 from milepost.data.place import Placement, place_all, placement_of
 from milepost.data.read import Files
 from milepost.errors import CheckpointDamaged, InvalidState
@@ -58,7 +58,7 @@ def _read_tensors(files: Files, rank: int, tensors: tuple[Tensor, ...]) -> dict[
     placements: list[Placement] = []
     for tensor in tensors:
         name, box = private_name(tensor.key), Box.whole(tensor.shape)
-        entry = files.of(rank).header.entries.get(name)
+        entry = files.holding(rank, name).header.entries.get(name)
         if box.elements and (entry is None or entry.size_bytes != box.elements * DTYPES[tensor.dtype].size_bytes):
             raise CheckpointDamaged(f"{files.of(rank).where} does not hold the private tensor {tensor.key!r}")
         read[tensor.key], memory = new_saved(tensor)

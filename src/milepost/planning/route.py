@@ -109,6 +109,7 @@ def ignored_by_save(given: Mapping[str, Any], chosen: SaveRoute, *, own_writer: 
     of_usual_path = set()
     if isinstance(chosen, GlobalPlanner):
         of_usual_path = {"on_difference", "compare_replicas", "reduce_partial", "statistics", "healthy"}
+        of_usual_path |= {"base", "max_depth", "max_waste"}
         if not isinstance(chosen.writer, CheckpointWriter):
             of_writer |= {"metadata", "overwrite"}
     return (

@@ -5,13 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypedDict, Unpack
 
 from milepost.core.agreement import Plans
+from milepost.core.limits import KIB
 from milepost.core.option_values import check_values
+from milepost.core.reuse import CELL_BYTES
 from milepost.core.statistics import Recording
+from milepost.data.reuse import ReuseRules
 from milepost.data.threads import Latch
 from milepost.data.transfer import HOST_MEMORY_BYTES, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
+from milepost.saving.base import BaseSource, FixedBase
 from milepost.saving.health import HealthRule
 from milepost.state.values import Codec
+from milepost.store import Location, store_at
 
 
 class SaveSettings(TypedDict, total=False):
@@ -27,6 +32,10 @@ class SaveSettings(TypedDict, total=False):
     """True: record NaN, Inf, min, max, mean and rms of each tensor; "histogram": that too. Default: False."""
     healthy: bool | HealthRule
     """True: mark a checkpoint with NaN or Inf as unhealthy. Or a rule, which implies `statistics`. Default: False."""
+    max_depth: int
+    """Incremental saves: data that was written more than this many saves ago is written again. Default: 100."""
+    max_waste: float
+    """Incremental saves: a file of which more than this share is not used any more is given up. Default: 0.5."""
     reduce_partial: bool
     """True: sum DTensors with `Partial` placements, by a collective on their mesh. Default: refuse them."""
     types: Iterable[type]
@@ -46,6 +55,8 @@ class SaveKeywords(SaveSettings, total=False):
 
     metadata: Mapping[str, Any] | None
     """A small dict of plain values to keep with the checkpoint; the coordinator's is kept. Default: none."""
+    base: Location | BaseSource | None
+    """A committed checkpoint: what is equal there is not written again. Default: none."""
     plans: Plans | None
     """One `Plans()` for all saves of a job: a structure that was saved before needs no planning. Default: none."""
 
@@ -68,6 +79,8 @@ class SaveOptions:
     statistics: Recording = ""
     healthy: bool | HealthRule = False
     reduce_partial: bool = False
+    base: BaseSource | None = None
+    reuse: ReuseRules = field(default_factory=ReuseRules)
     transfer: Transfer = field(default_factory=Transfer)
     progress: Watcher | None = None
     cancelled: Latch | None = None
@@ -88,6 +101,7 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
     plans = given.get("plans")
     if plans is not None and not isinstance(plans, Plans):
         raise InvalidRequest(f"plans is a milepost.Plans, or None, not {plans!r}")
+    transfer = limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES))
     wanted = given.get("healthy", False)
     healthy = wanted if callable(wanted) else bool(wanted)
     return SaveOptions(
@@ -100,9 +114,25 @@ def make_options(**given: Unpack[SaveKeywords]) -> SaveOptions:
         statistics=_recording(given.get("statistics", False), healthy),
         healthy=healthy,
         reduce_partial=given.get("reduce_partial", False),
-        transfer=limited_transfer(given.get("transfer"), given.get("host_memory_bytes", HOST_MEMORY_BYTES)),
+        base=_base(given.get("base"), transfer),
+        reuse=ReuseRules(given.get("max_depth", 100), given.get("max_waste", 0.5)),
+        transfer=transfer,
         progress=given.get("progress"),
     )
+
+
+def _base(base: Location | BaseSource | None, transfer: Transfer) -> BaseSource | None:
+    if base is None:
+        return None
+    if transfer.block_bytes < CELL_BYTES:
+        raise InvalidRequest(
+            f"an incremental save moves blocks of {CELL_BYTES // KIB} KiB at least; give it a larger "
+            "host_memory_bytes, or a Transfer with larger block_bytes"
+        )
+    try:
+        return base if isinstance(base, BaseSource) else FixedBase(store_at(base))
+    except InvalidRequest as error:
+        raise InvalidRequest(f"base: {error}") from None
 
 
 def _recording(wanted: "bool | str", healthy: "bool | HealthRule") -> Recording:

@@ -30,22 +30,26 @@ from milepost.comm import (
 )
 from milepost.commit.attempt import Aim, Attempt, Contents, take_aim
 from milepost.core.agreement import GroupPlan, Overview
+from milepost.core.box import Box
 from milepost.core.division import written_by
 from milepost.core.history import phase_times
-from milepost.core.manifest import ShardFile, Value
-from milepost.core.partial_statistics import Summary, summarise
+from milepost.core.manifest import OlderFile, ShardFile, Value
+from milepost.core.partial_statistics import PartialStatistics, Summary, summarise
 from milepost.core.ranks import unpack_ranks
+from milepost.core.reuse import KeptEntry
 from milepost.core.shardfile import NewEntry
 from milepost.core.statistics import Health, Recording
 from milepost.core.table import merge_values
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.reuse import NOTHING, Reused
 from milepost.data.tally import Tally
 from milepost.data.transfer import Meter
-from milepost.data.write import EntryToWrite
+from milepost.data.write import EntryToWrite, look_through
 from milepost.errors import RanksDisagree
 from milepost.events.operation import Operation, phasing
 from milepost.saving.agree import agree
+from milepost.saving.base import BaseAim, Entries, choose_base, reuse
 from milepost.saving.describe import Described, describe, no_callback
 from milepost.saving.health import judge
 from milepost.saving.options import SaveOptions, make_options
@@ -60,6 +64,8 @@ _SHOWN = 50
 class Receipt(msgspec.Struct, frozen=True):
     """What a save committed: where, which generation, and how many bytes of tensors all ranks wrote.
 
+    `reused_bytes`: how many more bytes of tensors it has that were not written, because its base has them (`base`).
+
     >>> receipt = milepost.save({"w": torch.ones(3)}, "memory://receipt")
     >>> receipt.generation, receipt.world, receipt.data_bytes
     (1, 1, 12)
@@ -73,6 +79,7 @@ class Receipt(msgspec.Struct, frozen=True):
     world: int
     data_bytes: int
     health: Health | None = None
+    reused_bytes: int = 0
 
 
 class _Start(msgspec.Struct, frozen=True, array_like=True):
@@ -86,6 +93,8 @@ class _Start(msgspec.Struct, frozen=True, array_like=True):
     may_differ: bool
     compare_replicas: bool
     statistics: Recording
+    incremental: bool
+    base: BaseAim | None
 
 
 class _Result(msgspec.Struct, frozen=True, array_like=True):
@@ -102,6 +111,8 @@ class _Result(msgspec.Struct, frozen=True, array_like=True):
     part_bytes: int = 0
     statistics: bytes = b""
     times: bytes = b""
+    digests: int = 0
+    older: tuple[OlderFile, ...] = ()
 
 
 class _Answer(msgspec.Struct, frozen=True, array_like=True):
@@ -109,6 +120,7 @@ class _Answer(msgspec.Struct, frozen=True, array_like=True):
 
     committed: bool = False
     data_bytes: int = 0
+    reused_bytes: int = 0
     replan: bool = False
     values_differ: bool = False
     replicas_differ: tuple[bytes, ...] = ()
@@ -175,7 +187,9 @@ class _Save:
             compare_replicas=start.compare_replicas,
             statistics=start.statistics,
         )
-        attempt = Attempt(self.store, start.aim, comm.rank, comm.size, decides=comm.rank == comm.coordinator)
+        self.incremental, self.base = start.incremental, start.base
+        decides = comm.rank == comm.coordinator
+        attempt = Attempt(self.store, start.aim, comm.rank, comm.size, decides=decides, keeps=start.base is not None)
         if start.agreement:
             # By the plan of an earlier save. If a rank turns out to have another plan, all ranks write again.
             answer = self._write(attempt, described, self._known_plan(described.result, start.agreement), final=False)
@@ -187,11 +201,12 @@ class _Save:
             answer = self._write(attempt, described, self._agree(described), final=True)
         described.get().released()
         self.meter.finish()
-        operation.commit(attempt.aim.generation, answer.data_bytes, answer.health)
+        operation.commit(attempt.aim.generation, answer.data_bytes, answer.health, answer.reused_bytes)
         if comm.rank == comm.coordinator and self.warnings:
             # At the very end: where warnings are errors, one must not stop the coordinator while others wait for it.
             warnings.warn("\n".join(self.warnings), RuntimeWarning, stacklevel=5)
-        return Receipt(self.store.url, *attempt.aim, comm.size, answer.data_bytes, answer.health)
+        written = answer.data_bytes
+        return Receipt(self.store.url, *attempt.aim, comm.size, written, answer.health, answer.reused_bytes)
 
     def _start(self, described: Described | None) -> _Start:
         """On the coordinator: aim, and say by which agreement all ranks can write, if this structure is known."""
@@ -200,7 +215,15 @@ class _Save:
         known = plan is not None and self.options.plans.overview(plan.id) is not None
         agreement = plan.id if plan is not None and known else b""
         options = self.options
-        return _Start(aim, agreement, options.on_difference == "warn", options.compare_replicas, options.statistics)
+        return _Start(
+            aim,
+            agreement,
+            options.on_difference == "warn",
+            options.compare_replicas,
+            options.statistics,
+            options.base is not None,
+            choose_base(options.base),
+        )
 
     def _find_plan(self, described: Described) -> GroupPlan | None:
         return self.options.plans.find(described.digest, self.comm.size, self.options.share_replicas)
@@ -260,9 +283,12 @@ class _Save:
         self.meter.check()
         # Live tensors may change as soon as they are written; who released them has looked.
         versions = Versions(described.tensors, lambda _: not described.is_live)
+        reused, kept, found = self._reuse(attempt, entries)
         tally = Tally(self.options.statistics) if self.options.statistics else None
-        written = attempt.write(entries, self.options.transfer, self.meter, released, tally)
+        fresh = [entry for entry in entries.entries if entry.header.name not in reused.entries]
+        written = attempt.write(fresh, self.options.transfer, self.meter, released, tally, kept)
         versions.check()
+        found += [tally.result()] if tally is not None else []
         speaks = self.comm.rank == unpack_ranks(plan.group)[0]
         file = written.file
         return _Result(
@@ -275,9 +301,27 @@ class _Save:
             written.data_bytes,
             _VALUES.pack(described.table.values) if speaks else b"",
             file.part_bytes if file else 0,
-            tally.result().named([t.key for t in plan.tensors]).pack(self.comm.size) if tally is not None else b"",
+            _packed_statistics(found, plan, self.comm.size),
             self.operation.packed_times(),
+            file.digests if file else 0,
+            reused.files,
         )
+
+    def _reuse(
+        self, attempt: Attempt, entries: Entries
+    ) -> tuple[Reused, dict[str, KeptEntry] | None, list[PartialStatistics]]:
+        """What need not be written; as it stands in the file (None: it is no base for others); and its statistics."""
+        if not self.incremental:
+            return NOTHING, None, []
+        options = self.options
+        with phasing("comparing"):
+            reused = reuse(options.base, self.base, entries, attempt, options.reuse, options.transfer, self.meter)
+            same = [entry for entry in entries.entries if entry.header.name in reused.entries]
+            if not options.statistics or not same:
+                return reused, dict(reused.entries), []
+            tally = Tally(options.statistics)
+            look_through(same, options.transfer, tally, self.meter)
+            return reused, dict(reused.entries), [tally.result()]
 
     def _digests(self, check: ReplicaCheck) -> dict[bytes, bytes]:
         with phasing("comparing"):
@@ -336,10 +380,11 @@ class _Commit:
     def _publish(self, everything: Overview, metadata: Any) -> _Answer:
         self._meter.check()
         files = tuple(
-            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex(), r.part_bytes)
+            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex(), r.part_bytes, r.digests)
             for rank, r in enumerate(self._results)
             if r.size_bytes
         )
+        older = tuple(file for result in self._results for file in result.older)
         found = self._summarise(everything)
         health = judge(self._options.healthy, found)
         timings = self._operation.timings = phase_times([result.times for result in self._results])
@@ -355,9 +400,11 @@ class _Commit:
                 timings,
                 found.statistics,
                 health,
+                older,
             )
         )
-        return _Answer(True, sum(result.data_bytes for result in self._results), health=health)
+        written = sum(result.data_bytes for result in self._results)
+        return _Answer(True, written, sum(file.used_bytes for file in older), health=health)
 
     @CollectionPaused()
     def _summarise(self, everything: Overview) -> Summary:
@@ -368,19 +415,26 @@ class _Commit:
 
 
 @CollectionPaused()
-def _entries(plan: GroupPlan, described: Described, rank: int) -> list[EntryToWrite]:
+def _entries(plan: GroupPlan, described: Described, rank: int) -> Entries:
     """What this rank writes, with the memory that holds it."""
-    planned = [
-        EntryToWrite(
-            NewEntry(item.name, item.dtype, item.box.shape),
-            find_part(described.tensors[tensor.key], item.box),
-            tensor.key in described.live,
-            number if tensor.has_statistics else -1,
-        )
-        for number, tensor in enumerate(plan.tensors)
-        for item in written_by(tensor, plan.layouts[tensor.layout], rank)
-    ]
-    return planned + described.private
+    boxes: dict[str, tuple[str, Box]] = {}
+    planned = []
+    for number, tensor in enumerate(plan.tensors):
+        numbered = number if tensor.has_statistics else -1
+        for item in written_by(tensor, plan.layouts[tensor.layout], rank):
+            data = find_part(described.tensors[tensor.key], item.box)
+            header = NewEntry(item.name, item.dtype, item.box.shape)
+            planned.append(EntryToWrite(header, data, tensor.key in described.live, numbered))
+            boxes[item.name] = tensor.key, item.box
+    return Entries(planned + described.private, boxes)
+
+
+def _packed_statistics(found: list[PartialStatistics], plan: GroupPlan, world: int) -> bytes:
+    """What a rank sends of the statistics of its entries; empty where none were asked for."""
+    if not found:
+        return b""
+    summed = PartialStatistics.sum_of([one.rows for one in found], [one.bins for one in found])
+    return summed.named([tensor.key for tensor in plan.tensors]).pack(world)
 
 
 def _values(results: list[_Result], everything: Overview) -> tuple[tuple[Value, ...], tuple[str, ...]]:

@@ -36,7 +36,7 @@ from milepost.saving.pipeline import Receipt, refuse
 from milepost.steps.choosing import RestoreChoice, SkippedSteps, choose, newest_healthy, nothing_left
 from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.notebook import run_html
-from milepost.steps.options import RunKeywords, at_step, check_options, only, unknown_options, wrong_values
+from milepost.steps.options import NewestStep, RunKeywords, at_step, check_options, only, unknown_options, wrong_values
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, checked_step, with_notes
 from milepost.steps.storage_checkpointer import ranks_by
@@ -74,6 +74,10 @@ class Checkpointer:
     format that `load` reads, and never removed by a rule. There a `*` stands for any text, and a step may be a file:
     `also_read=["checkpoint-{step}", "epoch=*-step={step}.ckpt"]`.
 
+    `incremental=True`: what did not change since the newest step is not written again, and is shared by both. Each step
+    stays whole by itself, whichever others are removed. `max_depth`, `max_waste`: when unchanged data is written again;
+    see `save`.
+
     `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`. `coordinator_rank`:
     the rank that decides. `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
     `background`, `stage`, `staging_bytes`, `when_busy`: how `async_save` works; see `AsyncSaver`. Further options are
@@ -101,6 +105,7 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         names: str = OWN_NAMES,
         also_read: Sequence[str] = (),
+        incremental: bool = False,
         process_group: "dist.ProcessGroup | Comm | None" = None,
         coordinator_rank: int = 0,
         no_dist: bool = False,
@@ -115,6 +120,7 @@ class Checkpointer:
     ) -> None:
         self._rule = Rule(keep_last, keep_every, keep_best, best, mode)
         check_options(options.keys())
+        check_values({"incremental": incremental})
         check_values({"timeout_s": timeout_s, "coordinator_rank": coordinator_rank, "no_dist": no_dist})
         check_values({"save_planner": save_planner, "load_planner": load_planner})
         check_saver(background, stage, staging_bytes, when_busy)
@@ -124,7 +130,9 @@ class Checkpointer:
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
         make_options(**self._for_saves)
         make_load_options(**self._for_loads)
-        self._shelf = Shelf(_root(path), StepNames(names, also_read))
+        found = StepNames(names, also_read)
+        self._shelf = Shelf(_root(path), found)
+        self._base = NewestStep(self._shelf.root, found) if incremental else None
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], SaveEngine] = lambda: SaveEngine(
             background=background,
@@ -184,7 +192,7 @@ class Checkpointer:
                     metadata = with_notes(metadata, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     refuse(place, comm, error)
-            given: SaveKeywords = {"metadata": metadata, "plans": self._plans, **self._for_saves, **options}
+            given = self._given(metadata, self._plans, options)
             at_step(given, step)
             planner = planner if planner is not None else self._save_planner
             with operating_on(comm, "save", place.url, step=step, wraps=True):
@@ -229,13 +237,17 @@ class Checkpointer:
                     made = with_notes(made, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     engine.refuse(ticket, place, error)
-            given: SaveKeywords = {"metadata": made, "plans": engine.plans, **self._for_saves, **options}
+            given = self._given(made, engine.plans, options)
             at_step(given, step)
             request = SaveRequest(state, place, stage, optimizer, planner, None, lambda comm: self._retain(comm, step))
             with operating_on(comm, "save", place.url, step=step, wraps=True):
                 return begin_save(engine, ticket, request, given)
 
         return unless_interrupted(begin)
+
+    def _given(self, metadata: dict[str, Any], plans: Plans, options: SaveSettings) -> SaveKeywords:
+        """The options of one save: those of the run, and over them those of the call."""
+        return {"metadata": metadata, "plans": plans, "base": self._base, **self._for_saves, **options}
 
     def prewarm(self, state: Any) -> None:
         """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""

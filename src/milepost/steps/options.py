@@ -9,7 +9,25 @@ from milepost.errors import InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
 from milepost.saving.health import HealthCheck, HealthRule
 from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
-from milepost.steps.shelf import METRICS
+from milepost.steps.names import StepNames
+from milepost.steps.shelf import METRICS, Shelf
+from milepost.store import Store, Within
+
+
+@dataclass(frozen=True, slots=True)
+class NewestStep:
+    """The base of incremental saves: the newest step under a root."""
+
+    root: Store
+    names: StepNames
+
+    def find(self) -> str | None:
+        """The name of its folder. None if nothing was saved yet."""
+        return Shelf(self.root, self.names).newest_own()
+
+    def at(self, name: str) -> Store:
+        """The store of a step."""
+        return Within(self.root, name)
 
 
 class RunKeywords(SaveSettings, LoadKeywords, total=False):

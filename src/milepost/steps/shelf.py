@@ -68,6 +68,11 @@ class Shelf:
         """The newest step, and the name under the root where it is read from."""
         return self._survey.newest()
 
+    def newest_own(self) -> str | None:
+        """The name of the folder of the newest step that is no other program's; None without any."""
+        step = max(self._survey.committed(), default=None)
+        return None if step is None else self._patterns.own.name(step)
+
     def recent(self, count: int) -> list[tuple[int, str]]:
         """The newest steps, newest first, and where each is read from. Costs few requests, however many there are."""
         return self._survey.recent(count)

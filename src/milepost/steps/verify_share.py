@@ -19,16 +19,17 @@ def verify_share(comm: Comm, place: Store, options: LoadKeywords) -> None:
         look_healthy(place.url, files.manifest, allow_unhealthy=False)
     transfer = make_load_options(**options).transfer
     reasons: list[str] = []
-    mine = files.manifest.files[comm.rank :: comm.size]
+    mine = files.numbers[comm.rank :: comm.size]
+    size_bytes = sum(files.record(number).size_bytes for number in mine)
     meter = Meter("verify", place.url, options.get("progress") if comm.rank == comm.coordinator else None)
-    meter.expect(sum(file.size_bytes for file in mine))
+    meter.expect(size_bytes)
     try:
-        for file in mine:
-            reasons.extend(damage.reason for damage in files.of(file.rank).check_all(transfer, meter))
+        for number in mine:
+            reasons.extend(damage.reason for damage in files.of(number).check_all(transfer, meter))
     finally:
         files.close()
     meter.finish()
-    moved(sum(file.size_bytes for file in mine))
+    moved(size_bytes)
     if reasons:
         shown = "\n  ".join(reasons[:_DAMAGES_SHOWN])
         raise CheckpointDamaged(f"{len(reasons)} damaged blocks:\n  {shown}")

@@ -7,6 +7,7 @@ really gone, so every call that gets it runs once more; what is stale then is go
 import contextlib
 import errno
 import os
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -99,11 +100,36 @@ def _unsafe(error: OSError, root: Path, parts: tuple[str, ...]) -> Exception:
 
 def create_file(root: Path, parts: tuple[str, ...], made: set[Path]) -> int:
     """Open a new file for writing, and make the folders it needs; `made` gets those that are not below `root`."""
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+    return _in_new_folders(root, parts, made, lambda: open_inside(root, parts, flags, make=True))
+
+
+def link_file(original: Path, root: Path, parts: tuple[str, ...], made: set[Path]) -> None:
+    """Give a regular file a second name, and make the folders it needs. Raises OSError where that cannot be."""
+    if not stat.S_ISREG(os.lstat(original).st_mode):
+        raise OSError(errno.EINVAL, "Not a regular file", str(original))
+
+    def make() -> None:
+        folder = folder_inside(root, parts, make=True)
+        try:
+            os.link(original, parts[-1], dst_dir_fd=folder, follow_symlinks=False)
+        except FileNotFoundError:
+            if not os.path.lexists(original):
+                raise OSError(errno.ECANCELED, "Removed meanwhile", str(original)) from None
+            raise
+        finally:
+            os.close(folder)
+
+    _in_new_folders(root, parts, made, make)
+
+
+def _in_new_folders(root: Path, parts: tuple[str, ...], made: set[Path], action: Callable[[], T]) -> T:
+    """Run an action that makes folders below `root`, when `root` is there."""
     for _ in range(_TRIES):
         # Another save that cleans up may remove a folder between the two calls, while it is still empty.
         try:
             _make_folders(root, made)
-            return open_inside(root, parts, os.O_CREAT | os.O_EXCL | os.O_WRONLY, make=True)
+            return action()
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):
                 raise

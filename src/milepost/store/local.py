@@ -6,6 +6,7 @@ folder, both survive power loss. Inside the folder no symbolic link is followed 
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import stat
@@ -19,7 +20,7 @@ from milepost.core.limits import MIB, PAGE_BYTES
 from milepost.errors import AlreadyExists, NotDurable, StorageError, UnsafeCheckpoint
 from milepost.store import linux
 from milepost.store.advice import explain
-from milepost.store.base import FILES, Buffer, Traits, check_name
+from milepost.store.base import FILES, Buffer, Store, Traits, check_name
 from milepost.store.claims import NO_LINKS, publish_by_rename
 from milepost.store.folders import (
     again,
@@ -27,12 +28,15 @@ from milepost.store.folders import (
     explained,
     folder_inside,
     is_gone,
+    link_file,
     open_inside,
     remove_empty,
     sync_folders,
     sync_nearest,
 )
+from milepost.store.prefixed import innermost
 
+_log = logging.getLogger("milepost")
 _NOT_DIRECT = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP}
 _DIRECT_FROM_BYTES = 4 * MIB
 """Smaller files go through the page cache: they gain nothing, and their readers find them there."""
@@ -181,6 +185,25 @@ class LocalStore:
             with explained("sync", path):
                 sync_nearest(path.parent)
         remove_empty(path.parent, self.root, self._made)
+
+    def link(self, name: str, source: Store, source_name: str) -> bool:
+        """Give a file of another folder a second name here, by a hard link; False where that cannot be.
+
+        The name is durable when a file beside it is committed.
+        """
+        held, held_as = innermost(source, source_name)
+        if not isinstance(held, LocalStore):
+            return False
+        path, original = self._path(name), held.root.joinpath(*check_name(held_as))
+        try:
+            link_file(original, self.root, check_name(name), self._made)
+        except OSError as error:  # removed meanwhile, another file system, no such links, too many, not permitted
+            # On a network file system, the reply to a link that was made can be lost.
+            if _are_one_file(original, path):
+                return True
+            _log.debug("cannot link %s to %s, so its data is written again: %s", path, original, error)
+            return False
+        return True
 
     def _path(self, name: str) -> Path:
         return self.root.joinpath(*check_name(name))

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
 from milepost.errors import AlreadyExists, InvalidRequest, StorageError
-from milepost.store.base import FILES, Buffer, OneWayReader, Traits, check_name, top_names
+from milepost.store.base import FILES, Buffer, OneWayReader, Store, Traits, check_name, top_names
+from milepost.store.prefixed import innermost
 
 
 class MemoryStore:
@@ -76,6 +77,16 @@ class MemoryStore:
         with self._lock:
             for name in names:
                 self.objects.pop(name, None)
+
+    def link(self, name: str, source: Store, source_name: str) -> bool:
+        """Give an object of this or another store in memory a second name here. Not where it plays an object store."""
+        held, held_as = innermost(source, source_name)
+        found = held.objects.get(held_as) if isinstance(held, MemoryStore) else None
+        if found is None or self._traits.is_current:
+            return False
+        check_name(name)
+        with self._lock:
+            return self.objects.setdefault(name, found) is found
 
 
 class MemoryWriter:

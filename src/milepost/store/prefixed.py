@@ -6,6 +6,17 @@ from milepost.errors import UnsafeCheckpoint
 from milepost.store.base import Buffer, Reader, Store, Traits, Writer, check_name
 
 
+def innermost(store: Store, name: str) -> tuple[Store, str]:
+    """The store that holds an object at last, and the name that it has there."""
+    while True:
+        if isinstance(store, Within):
+            name = f"{store.prefix}/{name}"
+        inner: Store | None = getattr(store, "inner", None)  # also of stores that wrap another, as those of tests do
+        if inner is None:
+            return store, name
+        store = inner
+
+
 class Within:
     """The part of `inner` under `prefix/`. Promises what `inner` promises; nothing outside of the prefix is reached.
 
@@ -49,6 +60,11 @@ class Within:
     def delete(self, *names: str, durable: bool = False) -> None:
         """Remove these objects, if they are there; `durable`: return once a power loss cannot bring them back."""
         self.inner.delete(*map(self._outer, names), durable=durable)
+
+    def link(self, name: str, source: Store, source_name: str) -> bool:
+        """Give an object of another place a second name here, if the inner store can."""
+        linking = getattr(self.inner, "link", None)
+        return linking is not None and bool(linking(self._outer(name), source, source_name))
 
     def parent(self) -> tuple[Store, str]:
         """The inner store, and the name of this place in it."""

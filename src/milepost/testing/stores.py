@@ -10,6 +10,7 @@ from typing import Literal, TypeVar, get_args
 from milepost.errors import AlreadyExists, CheckpointError, NoReply, StorageError
 from milepost.store import Reader, Store, Traits, Writer
 from milepost.store.base import Buffer
+from milepost.store.siblings import link
 
 T = TypeVar("T")
 Request = Literal["create", "writer", "commit", "delete"]
@@ -92,6 +93,10 @@ class CountingStore:
                 errors.append(error)
         if errors:
             raise errors[0]
+
+    def link(self, name: str, source: Store, source_name: str) -> bool:
+        """Counted, where the inner store has second names; see `milepost.store.siblings`."""
+        return self.run(f"link {name}", lambda: link(self.inner, name, source, source_name))
 
 
 class _CountingWriter:

@@ -25,8 +25,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from milepost.errors import AlreadyExists, UnsafeCheckpoint
+from milepost.store import Store
 from milepost.store.base import CLAIM, FILES, Buffer, Traits, check_name, top_names
 from milepost.store.memory import MemoryReader, MemoryStore
+from milepost.store.prefixed import innermost
 from milepost.testing.stores import Crash
 
 _ABOVE = 0
@@ -216,22 +218,44 @@ class UnsyncedStore:
     def writer(self, name: str, size_bytes: int, *, direct: bool = True) -> "UnsyncedWriter":
         """Start a new object of this size. Raises AlreadyExists if the name is taken."""
         del direct
-        parts = check_name(name)
         with self._lock:
-            folder, path = _ABOVE, ".."
-            for depth, part in enumerate((_ROOT, *parts[:-1])):
-                if part not in self._live.folders[folder]:
-                    inner = "/".join(parts[:depth]) or "."
-                    self._name(f"mkdir {inner}", folder, part, self._new(is_folder=True))
-                    self._made_root = self._made_root or folder == _ABOVE
-                    self.sync(path, folder)
-                folder, path = self._enter(folder, part), "/".join(parts[:depth]) or "."
+            folder = self._make_folders(name)
             self._refuse_taken(folder, name)
             inode = self._new()
-            self._name(f"create {name}", folder, parts[-1], inode)
+            self._name(f"create {name}", folder, check_name(name)[-1], inode)
             if size_bytes:
                 self.record(Write(f"fallocate {name}", inode, 0, b"", size_bytes))
         return UnsyncedWriter(self, name, inode)
+
+    def link(self, name: str, source: Store, source_name: str) -> bool:
+        """Give an object of this store a second name, which lasts when its folder is synced."""
+        held, held_as = innermost(source, source_name)
+        if held is not self or not self._hard_links:
+            return False
+        with self._lock:
+            try:
+                inode = self._live.folders[self._folder(held_as)[-1][1]].get(check_name(held_as)[-1])
+            except FileNotFoundError:
+                return False
+            if inode is None or inode in self._folders:
+                return False
+            folder = self._make_folders(name)
+            if check_name(name)[-1] not in self._live.folders[folder]:
+                self._name(f"link {name}", folder, check_name(name)[-1], inode)
+        return True
+
+    def _make_folders(self, name: str) -> int:
+        """Make the folders that lead to a name, each synced into the one above. Gives the inode of the last."""
+        parts = check_name(name)
+        folder, path = _ABOVE, ".."
+        for depth, part in enumerate((_ROOT, *parts[:-1])):
+            if part not in self._live.folders[folder]:
+                inner = "/".join(parts[:depth]) or "."
+                self._name(f"mkdir {inner}", folder, part, self._new(is_folder=True))
+                self._made_root = self._made_root or folder == _ABOVE
+                self.sync(path, folder)
+            folder, path = self._enter(folder, part), "/".join(parts[:depth]) or "."
+        return folder
 
     def reader(self, name: str, *, size_bytes: int | None = None) -> MemoryReader:
         """Open an object, synced or not. Raises FileNotFoundError if there is none."""

@@ -10,7 +10,8 @@ import xxhash
 from milepost.checkpoint import files_at
 from milepost.commit.find import find
 from milepost.core.history import PhaseTime
-from milepost.core.manifest import Manifest, ShardFile, is_sealed
+from milepost.core.manifest import Manifest, ShardFile
+from milepost.core.seal import is_sealed
 from milepost.core.statistics import Health
 from milepost.core.wire import Wire
 from milepost.data.read import Files

@@ -1,0 +1,224 @@
+"""Finding what a save need not write: entries that are equal to what the base of the save holds, by their digests.
+
+Nothing of the old data is read: only headers and tables. Most of what changed is told by one or two blocks of 64 KiB,
+whose checksums the table of the base has. What looks equal there is hashed as a whole, and its 128 bits are compared.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from milepost.core.box import Box
+from milepost.core.division import read_plan
+from milepost.core.dtypes import DTYPES
+from milepost.core.limits import BLOCK_BYTES
+from milepost.core.manifest import Manifest, OlderFile, ShardFile, older_name
+from milepost.core.reuse import (
+    CELL_BYTES,
+    FileId,
+    KeptEntry,
+    Reusable,
+    age_of,
+    id_of,
+    older_file,
+    used_of,
+    worth_keeping,
+)
+from milepost.core.shardfile import PRIVATE, sums_of
+from milepost.data.cells import Sample, bytes_between, can_be_sampled, compute_digests
+from milepost.data.collection_pause import CollectionPaused
+from milepost.data.memory import Block
+from milepost.data.read import Files, VerifiedFile, place_of
+from milepost.data.transfer import Meter, Transfer
+from milepost.data.write import EntryToWrite
+from milepost.errors import CheckpointError, SaveCancelled
+from milepost.store import Store
+from milepost.store.siblings import link
+
+_log = logging.getLogger("milepost")
+_MANY = 256
+_EVERY = 16
+"""Of many short entries, every 16th is looked at first. If all of those changed, the others count as changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReuseRules:
+    """When a file of an earlier save is given up: when it is older than `max_depth` saves, or mostly waste."""
+
+    max_depth: int = 100
+    max_waste: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """What a rank need not write: the entries, with where each is, and the files that hold them."""
+
+    entries: Mapping[str, KeptEntry]
+    files: tuple[OlderFile, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes they have."""
+        return sum(file.used_bytes for file in self.files)
+
+
+NOTHING = Reused({}, ())
+
+
+class ReuseBase:
+    """The checkpoint that a save is based on, as one rank sees it."""
+
+    def __init__(self, store: Store, manifest: Manifest, rank: int) -> None:
+        self._store, self._manifest, self._rank = store, manifest, rank
+        self.where, self._files = store.url, Files(store, manifest)
+        self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
+        self._writers = {file.rank for file in manifest.files}
+
+    def choose(
+        self,
+        entries: Sequence[EntryToWrite],
+        boxes: Mapping[str, tuple[str, Box]],
+        rules: ReuseRules,
+        transfer: Transfer,
+        meter: Meter,
+        target: "LinkTarget",
+    ) -> Reused:
+        """The entries that are in the base already, and that the new save keeps there.
+
+        `boxes`: the tensor and the box of each entry, by its name. Gives nothing where the base cannot be read: then
+        everything is written.
+        """
+        try:
+            with CollectionPaused():
+                found = [self._candidate(entry, boxes.get(entry.header.name), rules.max_depth) for entry in entries]
+            chosen = _equal([one for one in found if one is not None], transfer, meter)
+            return self._kept(worth_keeping(chosen, self._judged(chosen), rules.max_waste), target)
+        except (CheckpointError, OSError) as error:
+            if isinstance(error, SaveCancelled):
+                raise
+            _log.warning("%s cannot be the base of a save, so all data is written: %s", self._store.url, error)
+            return NOTHING
+        finally:
+            self._files.close()
+
+    def _candidate(self, entry: EntryToWrite, where: tuple[str, Box] | None, max_depth: int) -> "_Candidate | None":
+        """Where the base holds an entry of the same name, type and shape."""
+        name, dtype = entry.header.name, DTYPES[entry.header.dtype]
+        if name == PRIVATE or not entry.header.size_bytes or not can_be_sampled(entry.data):
+            return None
+        rank = self._rank
+        digest = self._digest(rank, name)
+        if digest is None and where is not None:
+            rank = self._elsewhere(name, *where)
+            digest = self._digest(rank, name)
+        if digest is None:
+            return None
+        number = self._files.number_of(rank, name)
+        file = self._files.of(number)
+        held = file.header.entries.get(name)
+        if held is None or held.dtype != dtype.stored_as or held.shape != (*entry.header.shape, *dtype.inner):
+            return None
+        is_old = age_of(self._files.record(number)) >= max_depth
+        return None if is_old else _Candidate(entry, number, digest, file, held.data_offsets[0])
+
+    def _digest(self, rank: int, name: str) -> bytes | None:
+        return self._files.of(rank).digests.get(name) if rank in self._writers else None
+
+    def _elsewhere(self, name: str, key: str, box: Box) -> int:
+        """The rank that holds this very entry in the base, where the base was cut otherwise; -1 if none does."""
+        tensor = self._tensors.get(key)
+        if tensor is None or len(tensor.shape) != len(box.shape) or not Box.whole(tensor.shape).contains(box):
+            return -1
+        items = read_plan(self._manifest, tensor, box)
+        return items[0].rank if len(items) == 1 and items[0].name == name else -1
+
+    def _judged(self, chosen: Mapping[str, Reusable]) -> dict[int, int]:
+        """The sizes of the files that may be given up as waste: those that this rank wrote.
+
+        Of another rank's file it sees only what it uses itself. Such files end by their age.
+        """
+        records = {one.number: self._files.record(one.number) for one in chosen.values()}
+        own = {n: file for n, file in records.items() if id_of(file, self._manifest).writer == self._rank}
+        return {number: self._manifest.parts_of(file).data_bytes for number, file in own.items()}
+
+    def _kept(self, chosen: Mapping[str, Reusable], target: "LinkTarget") -> Reused:
+        """The entries whose files could be kept for the new save."""
+        rows = {}
+        for number, size in used_of(chosen).items():
+            row = target.keep(self._store, self._manifest, self._files.record(number), size)
+            if row is None:
+                _log.info("%s: no file of %s can be kept, so its data is written again", target.store.url, self.where)
+                break
+            rows[number] = row
+        ids = {number: FileId(row.save_id, row.writer) for number, row in rows.items()}
+        entries = {name: KeptEntry(ids[one.number], one.digest) for name, one in chosen.items() if one.number in ids}
+        return Reused(entries, tuple(rows.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class LinkTarget:
+    """The save that goes on using files: each gets a second name among its own."""
+
+    store: Store
+    save_id: str
+    rank: int
+
+    def keep(self, source: Store, base: Manifest, record: ShardFile, used_bytes: int) -> OlderFile | None:
+        """Give a file of the base a name of this save. None where that cannot be: then its data is written again."""
+        row = older_file(record, base, self.rank, used_bytes)
+        name = older_name(self.save_id, self.rank, row.save_id, row.writer)
+        there, parts = place_of(source, record), base.parts_of(record)
+        suffixes = [part.name.removeprefix(parts.name) for part in parts]
+        made = all(link(self.store, name + suffix, there, parts.name + suffix) for suffix in suffixes)
+        return row if made else None
+
+
+class _Candidate(NamedTuple):
+    """An entry, and the one of the base that may be equal: in which file, where it starts there, and its digest."""
+
+    entry: EntryToWrite
+    number: int
+    digest: bytes
+    file: VerifiedFile
+    start: int
+
+    @property
+    def size_bytes(self) -> int:
+        return self.entry.header.size_bytes
+
+    @property
+    def data(self) -> torch.Tensor:
+        assert isinstance(self.entry.data, torch.Tensor)
+        return self.entry.data
+
+    def may_be_equal(self, block: Block) -> bool:
+        """False if one of three blocks inside has another checksum than in the base."""
+        first, last = -(-self.start // BLOCK_BYTES), (self.start + self.size_bytes) // BLOCK_BYTES
+        if first >= last:
+            return True
+        sums = self.file.checksums
+        return all(self._block_sum(at, block) == sums[at] for at in sorted({first, (first + last) // 2, last - 1}))
+
+    def _block_sum(self, at: int, block: Block) -> int:
+        low = at * BLOCK_BYTES - self.start
+        return sums_of([bytes_between(self.data, low, low + BLOCK_BYTES, block)], BLOCK_BYTES)[0]
+
+
+def _equal(candidates: Sequence[_Candidate], transfer: Transfer, meter: Meter) -> dict[str, Reusable]:
+    """Those of the entries whose data is what the base holds."""
+    block = Block(BLOCK_BYTES)
+    short = [one for one in candidates if one.size_bytes < BLOCK_BYTES]
+    long = [one for one in candidates if one.size_bytes >= BLOCK_BYTES and one.may_be_equal(block)]
+    if len(short) > _MANY and not _equal_ones(short[::_EVERY], transfer, meter):
+        short = []
+    found = _equal_ones([*short, *long], transfer, meter)
+    return {one.entry.header.name: Reusable(one.number, one.digest, one.size_bytes) for one in found}
+
+
+def _equal_ones(candidates: Sequence[_Candidate], transfer: Transfer, meter: Meter) -> list[_Candidate]:
+    samples = [Sample(one.data, one.size_bytes, one.start % CELL_BYTES) for one in candidates]
+    compute_digests(samples, transfer, meter)
+    return [one for one, sample in zip(candidates, samples, strict=True) if sample.digest == one.digest]

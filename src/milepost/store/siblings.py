@@ -1,0 +1,43 @@
+"""Places beside a place, and second names for objects of theirs."""
+
+from typing import TypeVar
+
+from milepost.errors import InvalidRequest
+from milepost.store.base import Store
+from milepost.store.local import LocalStore
+from milepost.store.memory import MemoryStore
+from milepost.store.prefixed import Within
+
+S = TypeVar("S", LocalStore, MemoryStore)
+
+
+def parent_of(store: Store) -> tuple[Store, str] | None:
+    """The place around a store, and the name of the store in it; None where there is none, or it cannot be told."""
+    if isinstance(store, LocalStore):
+        above = store.root.parent
+        return (LocalStore(above), store.root.name) if above != store.root else None
+    if hasattr(store, "parent"):
+        found: tuple[Store, str] | None = store.parent()
+        return found
+    inner = getattr(store, "inner", None)
+    return parent_of(inner) if inner is not None else None
+
+
+def beside(store: Store, name: str) -> Store:
+    """The store of the place that has this name beside a store. Raises InvalidRequest where that cannot be told."""
+    found = parent_of(store)
+    if found is None:
+        raise InvalidRequest(
+            f"{store.url} uses data of {name!r} beside it, and it cannot be told what is beside it. Open it by its path"
+        )
+    return Within(found[0], name)
+
+
+def link(target: Store, name: str, source: Store, source_name: str) -> bool:
+    """Give an object of one place a second name in another one: True if it has that now. No byte is copied.
+
+    False where the stores have no such names, or the object is gone: then the caller writes the data itself. The name
+    is as durable as others that were created in its folder: whoever commits a file there makes it durable too.
+    """
+    linking = getattr(target, "link", None)
+    return linking is not None and bool(linking(name, source, source_name))
