@@ -101,6 +101,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
 
     `part_bytes`: how much data each object of a file in parts holds (`core.shardfile.FileParts`); 0: it is one object.
     `digests`: of how many entries its table ends with a digest, those in other files included (`core.reuse`).
+    `spans`: whether its table also has a checksum for each span of blocks.
     """
 
     rank: int
@@ -109,6 +110,7 @@ class ShardFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_de
     checksum: str
     part_bytes: int = 0
     digests: int = 0
+    spans: bool = False
 
 
 class OlderFile(ShardFile, frozen=True, forbid_unknown_fields=True, omit_defaults=True, kw_only=True):
@@ -191,7 +193,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def parts_of(self, file: ShardFile) -> FileParts:
         """The objects that hold a shard file: usually one."""
-        data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, self.block_bytes, file.digests)
+        data_bytes = _data_bytes(file, self.block_bytes)
         return FileParts(self.name_of(file), file.header_bytes, data_bytes, file.size_bytes, file.part_bytes)
 
     def layout_of(self, tensor: Tensor) -> Layout:
@@ -473,8 +475,12 @@ def _check_older(manifest: Manifest) -> None:
             raise ValueError(f"{file.folder[:80]!r} is no folder beside a checkpoint")
 
 
+def _data_bytes(file: ShardFile, block_bytes: int) -> int:
+    return data_bytes_of(file.size_bytes, file.header_bytes, block_bytes, file.digests, spans=file.spans)
+
+
 def _can_be_in_parts(file: ShardFile, block_bytes: int) -> bool:
-    data_bytes = data_bytes_of(file.size_bytes, file.header_bytes, block_bytes, file.digests)
+    data_bytes = _data_bytes(file, block_bytes)
     return 0 < file.part_bytes < data_bytes and file.part_bytes % block_bytes == 0
 
 

@@ -131,6 +131,7 @@ def older_file(record: ShardFile, base: Manifest, rank: int, used_bytes: int) ->
         checksum=record.checksum,
         part_bytes=record.part_bytes,
         digests=record.digests,
+        spans=record.spans,
         save_id=file.save_id,
         writer=file.writer,
         age=age_of(record) + 1,

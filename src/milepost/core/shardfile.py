@@ -3,10 +3,12 @@
     8 bytes          length of the header, little-endian
     header           JSON, padded with spaces so that the data starts at a page boundary
     data             the entries, without gaps
-    @checksums       the last entry: one XXH3-64 for each block of the data before it (U64); and, where the save may be
-                     the base of an incremental one, a digest of 16 bytes for each entry (see `core.reuse`)
+    @checksums       the last entry: one XXH3-64 for each block of the data before it (U64); then one for each span of
+                     8 blocks; and, where the save may be the base of an incremental one, a digest of 16 bytes for
+                     each entry (see `core.reuse`)
 
-The manifest holds a checksum over header and table, so each byte of the file is covered exactly once.
+The manifest holds a checksum over header and table. Whole spans are checked by one call each, which costs Python little
+and lets other threads run; blocks serve the ends of a range, and tell what is damaged.
 
 A store may keep a long file as several objects, its *parts*: header and first data, further data, and the table. Joined
 in their order they are the file.
@@ -30,6 +32,8 @@ PRIVATE = "@private"
 NOTES = "__metadata__"
 """Where safetensors keeps text of the file's own, beside the entries."""
 DIGEST_BYTES = 16
+SPAN_BLOCKS = 8
+"""How many blocks a span has."""
 _digest = xxhash.xxh3_64_intdigest
 
 
@@ -72,7 +76,7 @@ class NewEntry(msgspec.Struct, frozen=True, gc=False):
 class Header(msgspec.Struct, frozen=True):
     """A file's header: the entries by name, the file's own notes, and the sizes that follow from them.
 
-    The table holds the checksums of the blocks, and then the digests of entries, if there are any.
+    The table holds the checksums of the blocks, then those of the spans and the digests of entries, if there are any.
     """
 
     entries: dict[str, Entry]
@@ -108,9 +112,19 @@ def block_count(data_bytes: int, block_bytes: int) -> int:
     return -(-data_bytes // block_bytes)
 
 
-def data_bytes_of(size_bytes: int, header_bytes: int, block_bytes: int, digests: int = 0) -> int:
-    """How many bytes of a file are data: each block has eight bytes in the table after the data, each digest 16."""
+def table_rows(data_bytes: int, block_bytes: int, digests: int = 0, *, spans: bool = False) -> int:
+    """How many numbers of eight bytes the table has: one for each block and each span, two for each digest."""
+    blocks = block_count(data_bytes, block_bytes)
+    return blocks + (block_count(blocks, SPAN_BLOCKS) if spans else 0) + 2 * digests
+
+
+def data_bytes_of(
+    size_bytes: int, header_bytes: int, block_bytes: int, digests: int = 0, *, spans: bool = False
+) -> int:
+    """How many bytes of a file are data, and not header or table."""
     rest = size_bytes - header_bytes - DIGEST_BYTES * digests
+    if spans:
+        rest -= 8 * -(-rest // (SPAN_BLOCKS * (block_bytes + 8) + 8))
     return rest - 8 * -(-rest // (block_bytes + 8))
 
 
@@ -176,7 +190,9 @@ def file_order(dtype: str, size_bytes: int) -> tuple[int, bool]:
     return -DTYPES[dtype].size_bytes, size_bytes < BLOCK_BYTES
 
 
-def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int, digests: int = 0) -> tuple[bytes, Header]:
+def make_header(
+    new: list[NewEntry], notes: dict[str, str], block_bytes: int, digests: int = 0, *, spans: bool = False
+) -> tuple[bytes, Header]:
     """The bytes of a header for these entries, in this order, and what they say. `digests`: how many the table has."""
     entries: dict[str, Entry] = {}
     position = 0
@@ -187,8 +203,7 @@ def make_header(new: list[NewEntry], notes: dict[str, str], block_bytes: int, di
         position = end
     if len(entries) != len(new):
         raise ValueError("two entries of one shard file have one name")
-    blocks = block_count(position, block_bytes)
-    rows = blocks + 2 * digests
+    rows = table_rows(position, block_bytes, digests, spans=spans)
     entries[CHECKSUMS] = Entry("U64", (rows,), (position, position + 8 * rows))
     data = encode_header(entries, notes)
     return data, Header(entries, notes, len(data), position, 8 * rows)
@@ -210,7 +225,7 @@ def encode_header(entries: dict[str, Entry], notes: dict[str, str]) -> bytes:
     return struct.pack("<Q", length - 8) + text.ljust(length - 8)
 
 
-def read_header(data: bytes, file_bytes: int, block_bytes: int, digests: int = 0) -> Header:
+def read_header(data: bytes, file_bytes: int, block_bytes: int, digests: int = 0, *, spans: bool = False) -> Header:
     """Parse and check a header. Raises ValueError unless its entries tile the file exactly and sizes fit types."""
     if len(data) < 8 or len(data) > MAX_HEADER_BYTES:
         raise ValueError(f"a header cannot have {len(data)} bytes")
@@ -227,7 +242,7 @@ def read_header(data: bytes, file_bytes: int, block_bytes: int, digests: int = 0
     _check_entries(entries)
     table = entries[CHECKSUMS]
     data_bytes, end = table.data_offsets
-    if table.dtype != "U64" or table.shape != (block_count(data_bytes, block_bytes) + 2 * digests,):
+    if table.dtype != "U64" or table.shape != (table_rows(data_bytes, block_bytes, digests, spans=spans),):
         raise ValueError("the table of checksums does not fit the data")
     if len(data) + end != file_bytes:
         raise ValueError(f"the header describes {len(data) + end} bytes and the file has {file_bytes}")
@@ -290,6 +305,22 @@ def seal_of(header: bytes, table: bytes) -> str:
     hasher = xxhash.xxh3_64(header)
     hasher.update(table)
     return hasher.hexdigest()
+
+
+def slices(views: Sequence[memoryview], size: int, first: int = 0) -> Iterator[list[memoryview]]:
+    """The same bytes, `size` of them at a time; of the first slice, only `first`, if that is not 0."""
+    part: list[memoryview] = []
+    room = first or size
+    for view in views:
+        at = 0
+        while len(view) - at >= room:
+            yield [*part, view[at : at + room]]
+            at, part, room = at + room, [], size
+        if at < len(view):
+            part.append(view[at:])
+            room -= len(view) - at
+    if part:
+        yield part
 
 
 def sums_of(views: Sequence[memoryview], block_bytes: int) -> list[int]:

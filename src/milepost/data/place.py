@@ -203,7 +203,8 @@ def _jobs(file: VerifiedFile, placements: list[Placement], align: int, size: int
     for low, high in _merged(ranges, align, file.header.data_bytes):
         stop = low
         while stop < high:
-            start, stop = stop, min(stop + size, high, file.end_of_part(stop))
+            # At multiples of the size, where spans of checksums begin.
+            start, stop = stop, min(stop - stop % size + size, high, file.end_of_part(stop))
             active = [piece for piece in active if piece.stop > start]
             while following < len(pieces) and pieces[following].start < stop:
                 active.append(pieces[following])

@@ -17,10 +17,20 @@ import msgspec
 from milepost.core.box import Shape
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import KIB, MIB
+from milepost.core.limits import MIB, SPAN_BYTES
 from milepost.core.manifest import Manifest, OlderFile, ShardFile
 from milepost.core.reuse import OLDER, FileId, digests_by_name, id_of, unpack_older
-from milepost.core.shardfile import CHECKSUMS, DIGEST_BYTES, Entry, Header, read_header, seal_of, sums_of
+from milepost.core.shardfile import (
+    CHECKSUMS,
+    SPAN_BLOCKS,
+    Entry,
+    Header,
+    block_count,
+    read_header,
+    seal_of,
+    slices,
+    sums_of,
+)
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.parts import MAYBE_REPLACED, open_parts
 from milepost.data.transfer import Meter, Transfer, new_pages, run_all
@@ -32,7 +42,7 @@ from milepost.store.stopping import side_by_side
 _log = logging.getLogger("milepost")
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
-_WARM_BYTES = 1024 * KIB
+_WARM_BYTES = SPAN_BYTES
 """How much is read before it is checked: it is still in the processor's cache then."""
 _REMOVED = "was removed while it was read"
 MAX_OPEN = 64
@@ -62,7 +72,7 @@ class VerifiedFile:
         with self._present("is missing"):
             self.reader = self._opening()
         try:
-            self.header, self._sums, self._digests = self._read_head(record)
+            self.header, self._table = self._read_head(record)
         except BaseException:
             self.reader.close()
             raise
@@ -75,8 +85,8 @@ class VerifiedFile:
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} {what}. {MAYBE_REPLACED}") from None
 
-    def _read_head(self, record: ShardFile) -> "tuple[Header, array[int], bytes]":
-        """Header, checksums and digests, checked against the manifest."""
+    def _read_head(self, record: ShardFile) -> "tuple[Header, _Table]":
+        """Header and table, checked against the manifest."""
         head, table = self._head_and_table(record)
         if self.traits.requests and seal_of(head, table) != record.checksum:
             self._open_again("its header or table")
@@ -85,13 +95,12 @@ class VerifiedFile:
             raise CheckpointDamaged(f"{self.where}: its header or table of checksums is not what was saved")
         try:
             with CollectionPaused():
-                header = read_header(head, record.size_bytes, self.block_bytes, record.digests)
+                header = read_header(head, record.size_bytes, self.block_bytes, record.digests, spans=record.spans)
         except ValueError as error:
             raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
         if (header.notes.get("save_id"), header.notes.get("rank")) != (self.id.save_id, str(self.id.writer)):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
-        end = len(table) - DIGEST_BYTES * record.digests
-        return header, _checksums_in(table[:end]), table[end:]
+        return header, _Table(table, header.data_bytes, self.block_bytes, spans=record.spans)
 
     def _open_again(self, what: str) -> None:
         """Prepare to read once more what is not as it was saved. Other threads go on with the reader that they have."""
@@ -112,13 +121,13 @@ class VerifiedFile:
 
     @property
     def table(self) -> bytes:
-        """The table as it stands in the file: checksums, and digests of entries."""
-        return self._sums.tobytes() + self._digests
+        """The table as it stands in the file: checksums of blocks and spans, and digests of entries."""
+        return self._table.text
 
     @property
     def checksums(self) -> "array[int]":
         """The checksum of each block of the data, as it was saved. Not to be changed."""
-        return self._sums
+        return self._table.blocks
 
     @cached_property
     def older(self) -> dict[str, FileId]:
@@ -130,7 +139,7 @@ class VerifiedFile:
     def digests(self) -> dict[str, bytes]:
         """The digests of its entries, and of those that this rank has in files of earlier saves; empty without any."""
         with self._valid():
-            return digests_by_name(self.header, self._digests)
+            return digests_by_name(self.header, self._table.digests)
 
     @contextlib.contextmanager
     def _valid(self) -> Iterator[None]:
@@ -171,7 +180,8 @@ class VerifiedFile:
         if not verify:
             self._fill(start, views)
             return
-        for part in _slices(views, self._at_once_bytes):
+        size = self._at_once_bytes
+        for part in slices(views, size, -start % size):  # so that each but the first and the last is a whole span
             self._fill(start, part)
             if damaged := self._still_damaged(start, part):
                 raise CheckpointDamaged(self._explain(damaged[0]))
@@ -211,9 +221,19 @@ class VerifiedFile:
             raise CheckpointDamaged(self._explain(damaged))
 
     def _damaged(self, start: int, views: Sequence[memoryview]) -> Iterator[int]:
+        """The blocks that are not what was saved. Whole spans are summed by one call each, the rest block by block."""
+        size, end = self._table.span_bytes, self.header.data_bytes
+        for part in slices(views, size, -start % size):
+            stop = start + sum(map(len, part))
+            whole = start % size == 0 and (stop - start == size or stop == end)
+            if not whole or not self._table.is_span(start, part):
+                yield from self._damaged_blocks(start, part)
+            start = stop
+
+    def _damaged_blocks(self, start: int, views: Sequence[memoryview]) -> Iterator[int]:
         first = start // self.block_bytes
         found = sums_of(views, self.block_bytes)
-        expected = self._sums[first : first + len(found)].tolist()
+        expected = self._table.blocks[first : first + len(found)].tolist()
         if found != expected:
             yield from (first + i for i, (a, b) in enumerate(zip(found, expected, strict=True)) if a != b)
 
@@ -279,6 +299,25 @@ class VerifiedFile:
         self.reader.close()
 
 
+class _Table:
+    """The table of a file, taken apart. In a file without spans, each block is a span of its own."""
+
+    __slots__ = ("blocks", "digests", "span_bytes", "spans", "text")
+
+    def __init__(self, text: bytes, data_bytes: int, block_bytes: int, *, spans: bool) -> None:
+        self.text, self.span_bytes = text, block_bytes * (SPAN_BLOCKS if spans else 1)
+        end = 8 * block_count(data_bytes, block_bytes)
+        self.blocks = self.spans = _checksums_in(text[:end])
+        if spans:
+            start, end = end, end + 8 * block_count(data_bytes, self.span_bytes)
+            self.spans = _checksums_in(text[start:end])
+        self.digests = text[end:]
+
+    def is_span(self, start: int, views: Sequence[memoryview]) -> bool:
+        """Whether these are the bytes of the span that begins at `start`."""
+        return sums_of(views, self.span_bytes) == [self.spans[start // self.span_bytes]]
+
+
 def _checksums_in(table: bytes) -> "array[int]":
     """The numbers of a table. An array, since numpy takes as long to import as a whole command of the command line."""
     found = array("Q", table)
@@ -300,22 +339,6 @@ def read_small(reader: Reader, where: str, max_bytes: int) -> bytes:
         if reader.size_bytes > max_bytes:
             raise UnsafeCheckpoint(f"{where} has {reader.size_bytes} bytes, over {max_bytes}")
         return read_bytes(reader, 0, reader.size_bytes)
-
-
-def _slices(views: Sequence[memoryview], size: int) -> Iterator[list[memoryview]]:
-    """The same bytes, `size` of them at a time."""
-    part: list[memoryview] = []
-    room = size
-    for view in views:
-        at = 0
-        while len(view) - at >= room:
-            yield [*part, view[at : at + room]]
-            at, part, room = at + room, [], size
-        if at < len(view):
-            part.append(view[at:])
-            room -= len(view) - at
-    if part:
-        yield part
 
 
 class Files:

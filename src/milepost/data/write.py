@@ -19,10 +19,10 @@ import msgspec
 import numpy as np
 import torch
 
-from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
+from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES, SPAN_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.reuse import CELL_BYTES, OLDER, KeptEntry, pack_older
-from milepost.core.shardfile import FileParts, Header, NewEntry, file_order, make_header, seal_of, sums_of
+from milepost.core.shardfile import FileParts, Header, NewEntry, file_order, make_header, seal_of, slices, sums_of
 from milepost.data.cells import CellDigests
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
@@ -82,16 +82,19 @@ def write_shard(
     if older:
         notes[OLDER] = older
     digests = len(entries) + len(kept) if kept is not None else 0
+    data_bytes = sum(e.header.size_bytes for e in entries)
+    name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, data_bytes)
+    # A block of the transfer holds whole spans, or, where memory is too tight for one, the file has none.
+    spans = transfer.block_bytes >= SPAN_BYTES and data_bytes > BLOCK_BYTES
+    if spans or digests:
+        transfer = transfer.in_units_of(SPAN_BYTES if spans else CELL_BYTES)
     try:
         with CollectionPaused():
-            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES, digests)
+            head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES, digests, spans=spans)
     except ValueError as error:
         raise InvalidState(f"{store.url}/{shard_name(save_id, rank)} cannot be written: {error}") from None
-    meter.expect(header.data_bytes)
-    name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, header.data_bytes)
-    if digests:
-        transfer = transfer.in_units_of(CELL_BYTES)
-    source = _EntryBytes(entries, header, transfer.block_bytes, tally, kept_digests if digests else None)
+    meter.expect(data_bytes)
+    source = _EntryBytes(entries, header, transfer.block_bytes, tally, kept_digests if digests else None, spans=spans)
     part_bytes = 0
     if store.traits.part_bytes:
         part_bytes = transfer.block_bytes if header.data_bytes > transfer.block_bytes else 0
@@ -100,8 +103,8 @@ def write_shard(
     else:
         table = _write_file(store, name, head, source, transfer, meter, released)
     seal = seal_of(head, table)
-    file = ShardFile(rank, header.size_bytes, header.header_bytes, seal, part_bytes, digests)
-    return Written(file, header.data_bytes)
+    file = ShardFile(rank, header.size_bytes, header.header_bytes, seal, part_bytes, digests, spans)
+    return Written(file, data_bytes)
 
 
 def look_through(entries: Sequence[EntryToWrite], transfer: Transfer, tally: Tally, meter: Meter) -> None:
@@ -188,6 +191,7 @@ class _Blocks:
         self._source, self._size, self._by_reference = source, size, by_reference
         self._total = source.header.data_bytes
         self._sums = np.zeros(-(-self._total // BLOCK_BYTES), dtype="<u8")
+        self._spans = np.zeros(-(-self._total // SPAN_BYTES) if source.spans else 0, dtype="<u8")
         self._free: deque[Block] = deque()
 
     def write(
@@ -199,7 +203,7 @@ class _Blocks:
         *,
         apart: bool = False,
     ) -> bytes:
-        """Put all blocks and give the table: all checksums, and the digests.
+        """Put all blocks and give the table: the checksums of blocks and of spans, and the digests.
 
         `put` gets the start of a block, its bytes, and a function that computes its checksums. It calls that once,
         before or after it writes.
@@ -231,7 +235,7 @@ class _Blocks:
 
     def table(self) -> bytes:
         """The table, once all blocks are summed."""
-        return self._sums.tobytes() + self._source.digests()
+        return self._sums.tobytes() + self._spans.tobytes() + self._source.digests()
 
     def _gather(self, start: int) -> "_Gathered":
         block = self._free.pop()  # each worker adds one, and returns it before it takes the next job
@@ -240,9 +244,13 @@ class _Blocks:
         return _Gathered(start, stop, views, block)
 
     def _sum(self, job: "_Gathered") -> None:
-        found = sums_of(job.views, BLOCK_BYTES)
-        first = job.start // BLOCK_BYTES
-        self._sums[first : first + len(found)] = found
+        at = job.start
+        for views in slices(job.views, SPAN_BYTES):  # each is still in the processor's cache when it is summed again
+            found, first = sums_of(views, BLOCK_BYTES), at // BLOCK_BYTES
+            self._sums[first : first + len(found)] = found
+            if len(self._spans):
+                [self._spans[at // SPAN_BYTES]] = sums_of(views, SPAN_BYTES)
+            at += SPAN_BYTES
         if self._source.cells is not None:
             self._source.cells.add(job.start, job.views)
 
@@ -316,9 +324,11 @@ class _EntryBytes:
         block_bytes: int,
         tally: Tally | None,
         kept_digests: bytes | None = None,
+        *,
+        spans: bool = False,
     ) -> None:
-        """`kept_digests`: those of entries in older files; None if no digests are wanted."""
-        self.header, self._block_bytes, self.tally = header, block_bytes, tally
+        """`kept_digests`: those of entries in older files; None if no digests are wanted. `spans`: whether they are."""
+        self.header, self._block_bytes, self.tally, self.spans = header, block_bytes, tally, spans
         self._live = [header.entries[entry.header.name].data_offsets for entry in entries if entry.live]
         self.pieces = len(entries)
         self.late = any(isinstance(entry.data, LateTensor) for entry in entries)

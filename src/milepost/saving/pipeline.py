@@ -112,6 +112,7 @@ class _Result(msgspec.Struct, frozen=True, array_like=True):
     statistics: bytes = b""
     times: bytes = b""
     digests: int = 0
+    spans: bool = False
     older: tuple[OlderFile, ...] = ()
 
 
@@ -304,6 +305,7 @@ class _Save:
             _packed_statistics(found, plan, self.comm.size),
             self.operation.packed_times(),
             file.digests if file else 0,
+            bool(file and file.spans),
             reused.files,
         )
 
@@ -380,7 +382,7 @@ class _Commit:
     def _publish(self, everything: Overview, metadata: Any) -> _Answer:
         self._meter.check()
         files = tuple(
-            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex(), r.part_bytes, r.digests)
+            ShardFile(rank, r.size_bytes, r.header_bytes, r.checksum.hex(), r.part_bytes, r.digests, r.spans)
             for rank, r in enumerate(self._results)
             if r.size_bytes
         )
