@@ -133,7 +133,8 @@ class LazyTensor:
 
     def _read(self, box: Box, kind: TensorKind = "tensor") -> Any:
         # These import torch: listing a checkpoint must not wait for it.
-        from milepost.data.place import place_all, placement_of  # noqa: PLC0415
+        from milepost.data.pieces import placement_of  # noqa: PLC0415
+        from milepost.data.place import place_all  # noqa: PLC0415
         from milepost.state.tensors import new_saved  # noqa: PLC0415
 
         items = []

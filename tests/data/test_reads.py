@@ -13,7 +13,8 @@ import milepost
 from milepost import Transfer
 from milepost.core.division import read_plan
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.data.place import place_all, placement_of
+from milepost.data.pieces import placement_of
+from milepost.data.place import place_all
 from milepost.data.read import Files
 from milepost.store import LocalStore, MemoryStore
 from milepost.testing import run_ranks

@@ -23,7 +23,7 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.swap_plan import may_swap
 from milepost.core.tree import COMPOSITES, LEAVES, Branch, Flat, Node, Parts, Path, build, exact_path, grow, show_path
 from milepost.core.versions import Versions, changed_prefixes, without_wrappers
-from milepost.data.place import Placement
+from milepost.data.pieces import Placement
 from milepost.loading.optimizers import OptimizerMatch, OptimizerMatcher, OptimizerPlan
 from milepost.loading.rank_match import RankMatch
 from milepost.loading.report import bits_of

@@ -13,7 +13,8 @@ from milepost.core.division import read_plan
 from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.data.memory import as_bits
-from milepost.data.place import place_all, placement_of
+from milepost.data.pieces import placement_of
+from milepost.data.place import place_all
 from milepost.data.read import Files
 from milepost.data.transfer import Transfer
 from milepost.errors import InvalidState

@@ -10,7 +10,8 @@ from milepost.core.private_record import Private, read_private
 from milepost.core.ranks import unpack_ranks
 from milepost.core.shardfile import PRIVATE, private_name
 from milepost.core.tree import Node, Parts, Path, build, check_leaves, grow, show_path
-from milepost.data.place import Placement, place_all, placement_of
+from milepost.data.pieces import Placement, placement_of
+from milepost.data.place import place_all
 from milepost.data.read import Files
 from milepost.errors import CheckpointDamaged, InvalidState
 from milepost.state.composite import composed_or_parts

@@ -28,7 +28,7 @@ from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, show_ranks, unpack_ranks
 from milepost.data.memory import as_bits, view_of
-from milepost.data.place import Placement, placement_of
+from milepost.data.pieces import Placement, placement_of
 from milepost.errors import CheckpointError
 from milepost.state.tensors import Part, Sharers
 

@@ -29,7 +29,7 @@ from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.swap_plan import Chunk, Fragment, Message, Rounds, SwapPlan, WantRow, merge_wants, packed
 from milepost.core.wire import Wire
 from milepost.data.memory import view_of
-from milepost.data.place import Placement, copy_box, placement_of
+from milepost.data.pieces import Placement, copy_box, placement_of
 from milepost.data.transfer import Meter
 from milepost.errors import CheckpointError
 from milepost.state.tensors import Part, can_send, torch_dtype

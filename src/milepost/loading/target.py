@@ -14,7 +14,7 @@ from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.core.swap_plan import WantRow, may_swap
 from milepost.core.tree import Flat, Path, show_path
 from milepost.core.versions import Versions
-from milepost.data.place import Placement, placement_of
+from milepost.data.pieces import Placement, placement_of
 from milepost.loading.optimizers import OptimizerPlan
 from milepost.loading.overlaps import Double, find_doubles
 from milepost.loading.rank_match import RankMatch

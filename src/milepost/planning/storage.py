@@ -20,7 +20,8 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.shardfile import NewEntry, entry_name
 from milepost.data.late import LateTensor, ready
-from milepost.data.place import Placement, place_all, placement_of
+from milepost.data.pieces import Placement, placement_of
+from milepost.data.place import place_all
 from milepost.data.read import Files
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher
 from milepost.data.transforms import REGISTRY, ExtensionRegistry, StreamTransformExtension, transformed

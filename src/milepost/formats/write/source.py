@@ -12,7 +12,8 @@ from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import FORMAT
 from milepost.data.late import Wanted
 from milepost.data.memory import as_bits
-from milepost.data.place import place_all, placement_of
+from milepost.data.pieces import placement_of
+from milepost.data.place import place_all
 from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Transfer
 from milepost.errors import CheckpointError, StorageError
