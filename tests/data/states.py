@@ -140,7 +140,10 @@ def header_of(store, name, block=BLOCK_BYTES):
     reader.read(0, [memoryview(length)])
     head = bytearray(8 + int.from_bytes(length, "little"))
     reader.read(0, [memoryview(head)])
-    return read_header(bytes(head), reader.size_bytes, block)
+    try:
+        return read_header(bytes(head), reader.size_bytes, block, spans=True)
+    except ValueError:
+        return read_header(bytes(head), reader.size_bytes, block)
 
 
 def cut(whole, world, dim, rank, memory=None):

@@ -14,7 +14,7 @@ from milepost import Transfer
 from milepost.commit.find import find, parse
 from milepost.core.limits import BLOCK_BYTES, MIB
 from milepost.core.manifest import ShardFile, seal
-from milepost.core.shardfile import FileParts, data_bytes_of
+from milepost.core.shardfile import FileParts, data_bytes_of, table_rows
 from milepost.data import read
 from milepost.data.parts import open_parts
 from milepost.store import LocalStore, MemoryStore, Traits
@@ -62,11 +62,11 @@ def manifest_at(store):
 
 
 @examples(300)
-@given(st.integers(1, 50 * BLOCK_BYTES), st.integers(1, 60), st.integers(2, 30))
-def test_parts_cover_a_file_once_and_cut_no_block(data_bytes, blocks, pages):
+@given(st.integers(1, 50 * BLOCK_BYTES), st.integers(1, 60), st.integers(2, 30), st.integers(0, 9), st.booleans())
+def test_parts_cover_a_file_once_and_cut_no_block(data_bytes, blocks, pages, digests, spans):
     header = pages * 4096
-    size = header + data_bytes + 8 * -(-data_bytes // BLOCK_BYTES)
-    assert data_bytes_of(size, header, BLOCK_BYTES) == data_bytes
+    size = header + data_bytes + 8 * table_rows(data_bytes, BLOCK_BYTES, digests, spans=spans)
+    assert data_bytes_of(size, header, BLOCK_BYTES, digests, spans=spans) == data_bytes
     parts = FileParts("f", header, data_bytes, size, blocks * BLOCK_BYTES if blocks * BLOCK_BYTES < data_bytes else 0)
     found = list(parts)
     assert [found[0].start, found[-1].stop] == [0, size]

@@ -192,15 +192,16 @@ def test_a_header_of_many_entries_still_ends_at_a_page(tmp_path):
 
 
 def test_the_table_of_checksums_is_an_entry_that_anyone_can_check(tmp_path):
-    milepost.save({"x": sample("uint8", (BLOCK_BYTES * 2 + 5,))}, tmp_path)
+    milepost.save({"x": sample("uint8", (BLOCK_BYTES * 9 + 5,))}, tmp_path)
     (path,) = shards(tmp_path)
     table = load_file(path)["@checksums"]
     data = path.read_bytes()
     start = 8 + int.from_bytes(data[:8], "little")
     data = data[start : len(data) - 8 * len(table)]
     sums = [xxhash.xxh3_64_intdigest(data[at : at + BLOCK_BYTES]) for at in range(0, len(data), BLOCK_BYTES)]
-    assert table.tolist() == sums
-    assert len(sums) == 3
+    spans = [xxhash.xxh3_64_intdigest(data[at : at + 8 * BLOCK_BYTES]) for at in range(0, len(data), 8 * BLOCK_BYTES)]
+    assert table.tolist() == sums + spans
+    assert (len(sums), len(spans)) == (10, 2)
 
 
 def test_empty_tensors_have_no_entry_and_no_file(tmp_path):

@@ -282,9 +282,10 @@ def test_requests_go_on_for_the_last_jobs_and_end_with_the_first_error():
 def test_side_by_side_keeps_order_and_tells_the_others_of_an_error():
     assert side_by_side(lambda n: n * n, range(20), 4) == [n * n for n in range(20)]
     assert side_by_side(lambda n: n, [], 4) == []
-    ended = []
+    ended, started = [], threading.Barrier(3)
 
     def work(number):
+        started.wait(60)
         if number == 0:
             raise ValueError("one fails")
         deadline = time.monotonic() + 10

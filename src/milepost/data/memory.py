@@ -44,26 +44,33 @@ def as_bits(data: torch.Tensor) -> torch.Tensor:
     return data.view(_BITS[data.element_size()])
 
 
-class Block:
+class TypedViews:
+    """Bytes that can be seen as numbers of any type."""
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self.data = data
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+
+    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
+        """All of it as a flat tensor."""
+        if dtype not in self._typed:
+            whole = self.data.numel() // dtype.itemsize * dtype.itemsize
+            self._typed[dtype] = self.data[:whole].view(dtype)
+        return self._typed[dtype]
+
+
+class Block(TypedViews):
     """Page-aligned memory of one worker; pinned where it serves a GPU, so that copies run at full speed."""
 
     def __init__(self, size_bytes: int, pinned: bool = False) -> None:
         if pinned:
             memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             shift = -memory.data_ptr() % PAGE_BYTES
-            self.data = memory[shift : shift + size_bytes]
+            super().__init__(memory[shift : shift + size_bytes])
         else:
-            self.data = torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8)
+            super().__init__(torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8))
         self.address = int(self.data.data_ptr())
         self.view = view_of(self.data)
-        self._typed: dict[torch.dtype, torch.Tensor] = {}
-
-    def as_type(self, dtype: torch.dtype) -> torch.Tensor:
-        """The whole block as a flat tensor."""
-        if dtype not in self._typed:
-            whole = self.data.numel() // dtype.itemsize * dtype.itemsize
-            self._typed[dtype] = self.data[:whole].view(dtype)
-        return self._typed[dtype]
 
 
 def copy_run(data: torch.Tensor, low: int, high: int, block: Block, at: int) -> None:

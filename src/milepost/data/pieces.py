@@ -1,5 +1,6 @@
 """What a load reads, and where it goes: placements, their runs in a file, and jobs of some runs each."""
 
+from functools import cached_property
 from operator import add, mul
 from typing import NamedTuple
 
@@ -10,7 +11,7 @@ from milepost.core.box import Shape, boxes_of_run, strides_of
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
 from milepost.data.conversion import copy_checked
-from milepost.data.memory import Block, as_bits
+from milepost.data.memory import TypedViews, as_bits
 from milepost.data.read import VerifiedFile
 from milepost.errors import StateMismatch
 from milepost.state.tensors import dtype_name, torch_dtype
@@ -99,9 +100,9 @@ def _convert(placement: Placement, source: torch.Tensor, target: torch.Tensor, o
 class Region:
     """A region of an entry whose target is strided, on a device, or of another type: filled by copies from a block."""
 
-    def __init__(self, placement: Placement, lossy: bool) -> None:
+    def __init__(self, placement: Placement, lossy: bool, in_one_run: bool) -> None:
         item, target = placement.item, placement.target
-        self._placement, self._lossy = placement, lossy
+        self._placement, self._lossy, self._in_one_run = placement, lossy, in_one_run
         self._dtype = torch_dtype(placement.dtype)
         self._size = DTYPES[placement.dtype].size_bytes
         self._shape, self._strides = item.source.shape, strides_of(item.source.shape)
@@ -112,13 +113,26 @@ class Region:
         self._read_as = self._target.dtype if same else self._dtype
         self._same = same
 
-    def fill(self, block: Block, at: int, start: int, stop: int) -> int:
+    @property
+    def is_exact(self) -> bool:
+        """Whether the bits are copied as they are."""
+        return self._same
+
+    @cached_property
+    def run(self) -> torch.Tensor | None:
+        """The bytes of the target, where they lie as in the file, in one run; None where they do not."""
+        target = self._target
+        if not self._same or not self._in_one_run or not target.is_contiguous() or target.is_inference():
+            return None
+        return target.detach().as_strided((target.numel(),), (1,)).view(torch.uint8)
+
+    def fill(self, block: TypedViews, at: int, start: int, stop: int) -> int:
         """Copy the region's part of bytes start..stop of the entry, which lie at `at` in the block. Gives its size."""
         # Workers are not in the caller's inference mode, and outside of it torch refuses to change such a tensor.
         with torch.inference_mode(self._target.is_inference()):
             return self._fill(block, at, start, stop)
 
-    def _fill(self, block: Block, at: int, start: int, stop: int) -> int:
+    def _fill(self, block: TypedViews, at: int, start: int, stop: int) -> int:
         count = 0
         first = start // self._size
         source = block.as_type(self._read_as)

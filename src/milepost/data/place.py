@@ -6,7 +6,6 @@ into the worker's own block; checks it while it is in the processor's cache; and
 No block is read twice, and a strided region is cut out of whole blocks instead of being read row by row.
 """
 
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -17,6 +16,8 @@ from milepost.core.division import PlannedRead, stretches_of
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import PAGE_BYTES
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.device import Lane, Moment, gpus_of
+from milepost.data.device_placer import DevicePlacer
 from milepost.data.memory import Block, address_of, needs_pinned
 from milepost.data.pieces import Placement, PlacementRun, ReadJob, Region, copy_box, is_cold
 from milepost.data.placer import Placer
@@ -28,8 +29,6 @@ from milepost.events.operation import moved
 from milepost.state.host_memory import tensor_of_bytes
 from milepost.state.tensors import torch_dtype
 
-_FROM_THE_CACHE = min(4, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1)
-"""How many threads read from the page cache. They keep a CPU busy, and the rest of the work needs Python's lock."""
 _FOR_SMALL_TENSORS = 4
 _QUIET = Transfer(direct=False)
 """For looking into a checkpoint: its data should be in the page cache for the next look."""
@@ -60,27 +59,38 @@ def place_all(
         by_rank[placement.item.rank].append(placement)
         total += placement.size_bytes
     meter.expect(total)
-    transfer, remote = transfer.to_read(files.traits), bool(files.traits.requests)
+    targets = [p.target for found in by_rank.values() for p in found]
+    gpus, remote = gpus_of(targets), bool(files.traits.requests)
+    transfer = transfer.to_read(files.traits, to_device=bool(gpus))
     # A block of the file is checked as a whole, so it must fit a worker's memory.
     align = files.manifest.block_bytes if verify else PAGE_BYTES
     size = max(transfer.block_bytes // align, 1) * align
-    pinned = needs_pinned([p.target for found in by_rank.values() for p in found])
     opened = _opened(files, by_rank)
     jobs = (job for number, found in opened for job in _jobs(files.of(number), found, align, size, lossy))
 
     first = next(jobs, None)
     if first is None:
         return
+    if not remote and (not transfer.direct or not is_cold(first)):
+        transfer = transfer.from_cache(copies=2 if gpus else 1)
     threads = transfer.threads_for(total, count, size)
     if remote:  # small tensors keep Python busy, but a few requests should be under way
         threads = max(threads, min(_FOR_SMALL_TENSORS, transfer.threads_for(total, 1, size)))
-    if not remote and (not transfer.direct or not is_cold(first)):
-        threads = min(threads, _FROM_THE_CACHE)
+    moment, on_devices = Moment(gpus), list[DevicePlacer]()
 
     def make_worker() -> Callable[[ReadJob], None]:
-        return Placer(Block(size, pinned), transfer.direct, verify, meter)
+        if not gpus:
+            return Placer(Block(size), transfer.direct, verify, meter)
+        lanes = [Lane(device, moment) for device in gpus]
+        worker = DevicePlacer(lambda: Block(size, needs_pinned(targets)), lanes, transfer.direct, verify, meter)
+        on_devices.append(worker)
+        return worker
 
-    run_all(chain([first], jobs), make_worker, threads, meter, apart=remote)
+    try:
+        run_all(chain([first], jobs), make_worker, threads, meter, apart=remote)
+    finally:
+        for worker in on_devices:
+            worker.wait()
     moved(total)
 
 
@@ -148,7 +158,7 @@ def _piece(file: VerifiedFile, placement: Placement, lossy: bool) -> PlacementRu
         stop = start + (sum((n - 1) * s for n, s in zip(inner.shape, strides, strict=True)) + 1) * size
     in_one_run = stop - start == placement.size_bytes
     address = address_of(target) if in_one_run and target.dtype is torch_dtype(placement.dtype) else 0
-    region = None if address else Region(placement, lossy)
+    region = None if address else Region(placement, lossy, in_one_run)
     return PlacementRun(start, stop, address, origin, placement.alone and in_one_run, placement, region)
 
 

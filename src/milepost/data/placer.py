@@ -24,11 +24,11 @@ class Placer:
             job.file.read_cold(job.start, views[0])
             if self._verify:
                 job.file.check(job.start, views)
-            count = self._copy(job.pieces, job)
+            count = self.copy(job.pieces, job)
         else:
             views, left, count = self._scatter(job)
             job.file.read(job.start, views, verify=self._verify)
-            count += self._copy(left, job)
+            count += self.copy(left, job)
         self._meter.add(count)
 
     def _scatter(self, job: ReadJob) -> tuple[list[memoryview], list[PlacementRun], int]:
@@ -50,7 +50,7 @@ class Placer:
         views.append(self._block.view[at - base : job.stop - base])
         return [view for view in views if len(view)], left, placed
 
-    def _copy(self, pieces: list[PlacementRun], job: ReadJob) -> int:
+    def copy(self, pieces: list[PlacementRun], job: ReadJob) -> int:
         """Copy what a job read of some pieces from the block to their targets. Gives the number of bytes."""
         count, block, (_, first, last, _) = 0, self._block, job
         for start, stop, address, origin, _, _, region in pieces:

@@ -17,7 +17,7 @@ import msgspec
 from milepost.core.box import Shape
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import DTYPES
-from milepost.core.limits import MIB, SPAN_BYTES
+from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import Manifest, OlderFile, ShardFile
 from milepost.core.reuse import OLDER, FileId, digests_by_name, id_of, unpack_older
 from milepost.core.shardfile import (
@@ -42,7 +42,7 @@ from milepost.store.stopping import side_by_side
 _log = logging.getLogger("milepost")
 MAX_TABLE_BYTES = 256 * MIB
 """The longest table of checksums that is read: enough for 2 TiB in one file. A file with holes can claim more."""
-_WARM_BYTES = SPAN_BYTES
+_WARM_BYTES = 512 * KIB
 """How much is read before it is checked: it is still in the processor's cache then."""
 _REMOVED = "was removed while it was read"
 MAX_OPEN = 64
@@ -66,8 +66,6 @@ class VerifiedFile:
         self.where = f"{store.url}/{manifest.name_of(record)}"
         self.block_bytes = manifest.block_bytes
         self.parts, self.traits = manifest.parts_of(record), store.traits
-        # Where a request costs a round trip, a job is one request. Else it is checked while it is in the cache.
-        self._at_once_bytes = 2**63 if self.traits.requests else max(_WARM_BYTES, self.block_bytes)
         self._opening = partial(open_parts, store, self.parts)
         with self._present("is missing"):
             self.reader = self._opening()
@@ -76,6 +74,8 @@ class VerifiedFile:
         except BaseException:
             self.reader.close()
             raise
+        # Where a request costs a round trip, a job is one request. Else it is checked while it is in the cache.
+        self._at_once_bytes = 2**63 if self.traits.requests else max(_WARM_BYTES, self._table.span_bytes)
 
     @contextlib.contextmanager
     def _present(self, what: str) -> Iterator[None]:
@@ -85,7 +85,7 @@ class VerifiedFile:
         except FileNotFoundError:
             raise CheckpointDamaged(f"{self.where} {what}. {MAYBE_REPLACED}") from None
 
-    def _read_head(self, record: ShardFile) -> "tuple[Header, _Table]":
+    def _read_head(self, record: ShardFile) -> "tuple[Header, _ChecksumTable]":
         """Header and table, checked against the manifest."""
         head, table = self._head_and_table(record)
         if self.traits.requests and seal_of(head, table) != record.checksum:
@@ -100,7 +100,7 @@ class VerifiedFile:
             raise CheckpointDamaged(f"{self.where}: {str(error)[:1000]}") from None
         if (header.notes.get("save_id"), header.notes.get("rank")) != (self.id.save_id, str(self.id.writer)):
             raise CheckpointDamaged(f"{self.where} belongs to another save or rank")
-        return header, _Table(table, header.data_bytes, self.block_bytes, spans=record.spans)
+        return header, _ChecksumTable(table, header.data_bytes, self.block_bytes, spans=record.spans)
 
     def _open_again(self, what: str) -> None:
         """Prepare to read once more what is not as it was saved. Other threads go on with the reader that they have."""
@@ -299,7 +299,7 @@ class VerifiedFile:
         self.reader.close()
 
 
-class _Table:
+class _ChecksumTable:
     """The table of a file, taken apart. In a file without spans, each block is a span of its own."""
 
     __slots__ = ("blocks", "digests", "span_bytes", "spans", "text")

@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import mmap
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +27,9 @@ _PIECE_BYTES = 32 * KIB
 _THREADS = 4
 _BLOCK_BYTES = 4 * MIB
 _SMALL_PART_BYTES = 8 * MIB
+_TO_DEVICE_BYTES = 8 * MIB
+_FROM_THE_CACHE = 16
+"""How many threads read from the page cache at most, where there are as many CPUs."""
 _THROUGH_THE_CACHE = 2
 """How many threads write to the page cache at once: a file has one lock there, and more threads only spin on it."""
 _REPORT_EVERY_S = 0.1
@@ -114,10 +118,28 @@ class Transfer:
         smaller = -(-data_bytes // most // BLOCK_BYTES) * BLOCK_BYTES
         return replace(suited, block_bytes=max(smaller, BLOCK_BYTES)) if most > count else suited
 
-    def to_read(self, traits: Traits) -> "Transfer":
-        """The same, for a store with these traits: its ranges as blocks, and as many requests as it takes."""
-        copies = 3  # a reply as it comes in, joined, and where it is put
-        return self._suited(traits.requests, traits.range_bytes, copies)
+    def to_read(self, traits: Traits, *, to_device: bool = False) -> "Transfer":
+        """The same, for a store with these traits: its ranges as blocks, and as many requests as it takes.
+
+        `to_device`: larger blocks from a disk, since each costs Python some copies to the device to start.
+        """
+        copies = 4 if to_device else 3  # a reply as it comes in, joined, and where it is put: two blocks for a device
+        suited = self._suited(traits.requests, traits.range_bytes, copies)
+        if not to_device or traits.requests:
+            return suited
+        large = _TO_DEVICE_BYTES if self.block_bytes == _BLOCK_BYTES else self.block_bytes
+        block = max(min(large, self._limit_bytes // 2) // BLOCK_BYTES, 1) * BLOCK_BYTES
+        # Each thread has two blocks.
+        return replace(suited, threads=max(1, min(suited.threads, self._limit_bytes // (2 * block))), block_bytes=block)
+
+    def from_cache(self, copies: int = 1) -> "Transfer":
+        """The same, where the bytes are in memory: then as many threads as there are CPUs for this process.
+
+        `copies`: how many blocks each thread has.
+        """
+        threads = _FROM_THE_CACHE if self.threads == _THREADS else self.threads
+        most = self._limit_bytes // (copies * self.block_bytes)
+        return replace(self, threads=max(1, min(threads, cpus_for_this_process(), most)))
 
     def _suited(self, requests: int, request_bytes: int, copies: int) -> "Transfer":
         if not requests or not request_bytes:
@@ -226,6 +248,13 @@ class Meter:
             # A progress display must not be able to stop the work.
             _log.warning("the progress callback failed and is not called again", exc_info=True)
             self._watcher = None
+
+
+def cpus_for_this_process() -> int:
+    """How many CPUs it may use: its share, where a launcher says how many processes of the job run on this machine."""
+    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    beside = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, cpus // max(int(beside), 1)) if beside.isdecimal() else cpus
 
 
 def check_cancelled(cancelled: Latch | None) -> None:

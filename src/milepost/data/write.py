@@ -19,10 +19,20 @@ import msgspec
 import numpy as np
 import torch
 
-from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES, SPAN_BYTES
+from milepost.core.limits import BLOCK_BYTES, KIB, PAGE_BYTES
 from milepost.core.manifest import ShardFile, shard_name
 from milepost.core.reuse import CELL_BYTES, OLDER, KeptEntry, pack_older
-from milepost.core.shardfile import FileParts, Header, NewEntry, file_order, make_header, seal_of, slices, sums_of
+from milepost.core.shardfile import (
+    SPAN_BLOCKS,
+    FileParts,
+    Header,
+    NewEntry,
+    file_order,
+    make_header,
+    seal_of,
+    slices,
+    sums_of,
+)
 from milepost.data.cells import CellDigests
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
@@ -85,9 +95,10 @@ def write_shard(
     data_bytes = sum(e.header.size_bytes for e in entries)
     name, transfer = shard_name(save_id, rank), transfer.to_write(store.traits, data_bytes)
     # A block of the transfer holds whole spans, or, where memory is too tight for one, the file has none.
-    spans = transfer.block_bytes >= SPAN_BYTES and data_bytes > BLOCK_BYTES
+    span_bytes = SPAN_BLOCKS * BLOCK_BYTES
+    spans = transfer.block_bytes >= span_bytes and data_bytes > BLOCK_BYTES
     if spans or digests:
-        transfer = transfer.in_units_of(SPAN_BYTES if spans else CELL_BYTES)
+        transfer = transfer.in_units_of(span_bytes if spans else CELL_BYTES)
     try:
         with CollectionPaused():
             head, header = make_header([e.header for e in entries], notes, BLOCK_BYTES, digests, spans=spans)
@@ -191,7 +202,8 @@ class _Blocks:
         self._source, self._size, self._by_reference = source, size, by_reference
         self._total = source.header.data_bytes
         self._sums = np.zeros(-(-self._total // BLOCK_BYTES), dtype="<u8")
-        self._spans = np.zeros(-(-self._total // SPAN_BYTES) if source.spans else 0, dtype="<u8")
+        self._span_bytes = SPAN_BLOCKS * BLOCK_BYTES
+        self._spans = np.zeros(-(-self._total // self._span_bytes) if source.spans else 0, dtype="<u8")
         self._free: deque[Block] = deque()
 
     def write(
@@ -245,12 +257,12 @@ class _Blocks:
 
     def _sum(self, job: "_Gathered") -> None:
         at = job.start
-        for views in slices(job.views, SPAN_BYTES):  # each is still in the processor's cache when it is summed again
+        for views in slices(job.views, self._span_bytes):  # each is in the processor's cache when it is summed again
             found, first = sums_of(views, BLOCK_BYTES), at // BLOCK_BYTES
             self._sums[first : first + len(found)] = found
             if len(self._spans):
-                [self._spans[at // SPAN_BYTES]] = sums_of(views, SPAN_BYTES)
-            at += SPAN_BYTES
+                [self._spans[at // self._span_bytes]] = sums_of(views, self._span_bytes)
+            at += self._span_bytes
         if self._source.cells is not None:
             self._source.cells.add(job.start, job.views)
 

@@ -418,11 +418,10 @@ class Matcher:
         if not has_no_memory(leaf):
             self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
-        ours = self._manifest.format == FORMAT and not self._manifest.older  # else who reads what is not arithmetic
-        shares, swaps = self._describer.shares, ours and may_swap(saved)
+        swaps = self._manifest.format == FORMAT and not self._manifest.older and may_swap(saved)
         for placement in placements:
             self._read_bytes += placement.size_bytes
-            if not shares:
+            if not self._describer.shares:
                 continue
             extra = extra_bytes(placement.item, DTYPES[saved.dtype].size_bytes) if swaps else 0
             self._extra_bytes += extra

@@ -14,10 +14,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from milepost.background.staging import Owned, Stager, copying
 from milepost.background.staging.arena import Arena, budget_of, free_bytes
-from milepost.background.staging.copying import Copier, Copy, Moment
+from milepost.background.staging.copying import Copier, Copy
 from milepost.comm import Solo
 from milepost.core.dtypes import DTYPES
 from milepost.core.limits import MIB
+from milepost.data.device import Moment, gpus_of
 from milepost.saving.describe import describe
 from milepost.state.take_apart import PerRank
 from milepost.state.values import Codec
@@ -110,7 +111,7 @@ def test_large_tensors_are_copied_whole_in_every_form(size):
     grid = random_tensor("float32", 2 * MIB // 7, 7)
     sources = [whole, grid, grid.t(), grid[1::2], torch.view_as_complex(grid[:, :2].contiguous()).conj()]
     targets = [torch.empty_like(s.resolve_conj(), memory_format=torch.contiguous_format) for s in sources]
-    Copier().copy([Copy(s, t) for s, t in zip(sources, targets, strict=True)], Moment(sources))
+    Copier().copy([Copy(s, t) for s, t in zip(sources, targets, strict=True)], Moment(gpus_of(sources)))
     for source, target in zip(sources, targets, strict=True):
         assert target.is_contiguous()
         assert raw(target) == raw(source)

@@ -16,9 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from milepost.background.staging.arena import Arena, budget_of
-from milepost.background.staging.copying import Copier, Copy, Moment, clone_on_devices, room_on
+from milepost.background.staging.copying import Copier, Copy, clone_on_devices, room_on
 from milepost.background.staging.packing import Packed, Slot, in_place_of, pack
 from milepost.core.box import Shape
+from milepost.data.device import Moment, gpus_of
 from milepost.data.threads import Latch
 from milepost.data.write import EntryToWrite
 from milepost.events.operation import moved
@@ -126,7 +127,7 @@ class Staging:
                 stager.has_cloned = True
             except torch.OutOfMemoryError:
                 self.way = "overlap" if owned else "host"
-        self._moment = Moment(on_gpu)
+        self._moment = Moment(gpus_of(on_gpu))
         self._versions = Versions(described.tensors, self._is_read_here())
         self._may_wait = self._rule(owned)
         if self.way != "host" and all(self._may_wait(data) for data, _ in packed.sources) and self._rest_may_wait():
