@@ -193,3 +193,46 @@ def test_statistics_of_device_memory_are_those_of_what_was_saved(tmp_path, way):
         assert checkpoint.statistics.keys() == checkpoint.tensors.keys()
         for key, found in checkpoint.statistics.items():
             check_statistics(found, checkpoint.tensors[key].read())
+
+
+@pytest.mark.parametrize("options", [{}, {"verify": False}, {"transfer": milepost.Transfer(3, 1 << 20)}])
+def test_small_strided_and_large_tensors_arrive_on_the_device(tmp_path, options):
+    state = {f"small.{i}": torch.randn(64, 8, device="cuda") for i in range(3000)}
+    state |= {"large": torch.randn(9 << 20, device="cuda"), "rows": torch.randn(3000, 1000, device="cuda")}
+    milepost.save(state, tmp_path)
+    target = {key: torch.zeros_like(tensor) for key, tensor in state.items()}
+    frame = torch.zeros(3002, 1002, device="cuda")
+    target["rows"] = frame[1:-1, 1:-1]
+    milepost.load(target, tmp_path, **options)
+    assert all(torch.equal(target[key], state[key]) for key in state)
+    assert not frame[0].any()
+    columns = torch.zeros(3000, 100, device="cuda")
+    part = {"rows": milepost.Sharded((3000, 1000), {(0, 200): columns}), "large": torch.zeros(9 << 20).double().cuda()}
+    milepost.load(part, tmp_path, allow_unexpected=True, convert_dtype=True, **options)
+    assert torch.equal(columns, state["rows"][:, 200:300])
+    assert torch.equal(part["large"], state["large"].double())
+
+
+def test_load_overwrites_what_was_launched_before_it(tmp_path):
+    state = {"w": torch.randn(40 << 20, device="cuda")}
+    milepost.save(state, tmp_path)
+    target = {"w": torch.zeros_like(state["w"])}
+    for _ in range(3):
+        torch.cuda._sleep(200_000_000)
+        target["w"].fill_(7)
+        milepost.load(target, tmp_path)
+        assert torch.equal(target["w"], state["w"])
+
+
+def test_damage_in_a_load_into_device_memory_is_an_error_and_the_next_load_works(tmp_path):
+    state = {"w": torch.randn(20 << 20, device="cuda")}
+    milepost.save(state, tmp_path)
+    [path] = tmp_path.glob("data/*/*")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: 50 << 20] + bytes([whole[50 << 20] ^ 1]) + whole[(50 << 20) + 1 :])
+    target = {"w": torch.zeros_like(state["w"])}
+    with pytest.raises(milepost.CheckpointDamaged, match="'w'"):
+        milepost.load(target, tmp_path)
+    path.write_bytes(whole)
+    milepost.load(target, tmp_path)
+    assert torch.equal(target["w"], state["w"])
