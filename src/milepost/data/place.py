@@ -76,13 +76,13 @@ def place_all(
     threads = transfer.threads_for(total, count, size)
     if remote:  # small tensors keep Python busy, but a few requests should be under way
         threads = max(threads, min(_FOR_SMALL_TENSORS, transfer.threads_for(total, 1, size)))
-    moment, on_devices = Moment(gpus), list[DevicePlacer]()
+    moment, pinned, on_devices = Moment(gpus), needs_pinned(targets), list[DevicePlacer]()
 
     def make_worker() -> Callable[[ReadJob], None]:
         if not gpus:
             return Placer(Block(size), transfer.direct, verify, meter)
         lanes = [Lane(device, moment) for device in gpus]
-        worker = DevicePlacer(lambda: Block(size, needs_pinned(targets)), lanes, transfer.direct, verify, meter)
+        worker = DevicePlacer(lambda: Block(size, pinned), lanes, transfer.direct, verify, meter)
         on_devices.append(worker)
         return worker
 
