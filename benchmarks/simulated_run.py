@@ -22,12 +22,12 @@ from milepost.core.manifest import (
     Manifest,
     ShardFile,
     Value,
-    make_save_id,
     manifest_name,
     new_manifest,
     seal,
     shard_name,
 )
+from milepost.core.save_id import make_save_id
 from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.table import TensorRow
 from milepost.core.tree import nodes_of

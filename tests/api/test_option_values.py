@@ -29,6 +29,9 @@ SAVE = {
     "plans": [1, "x", milepost.Plans],
     "statistics": [None, 1, "all", []],
     "healthy": [None, 1, "finite", [], dict],
+    "base": [1, [], "s3:/bucket/a"],
+    "max_depth": [*WHOLE, None],
+    "max_waste": [-0.1, 1.1, NAN, "much", None, True],
 }
 LOAD = {
     **dict.fromkeys(
@@ -171,7 +174,8 @@ BAD = {
         "save_planner": PLANNER,
         "load_planner": PLANNER,
         **SAVER,
-        **{name: values for name, values in (SAVE | LOAD).items() if name not in ("metadata", "plans")},
+        "incremental": FLAG,
+        **{name: values for name, values in (SAVE | LOAD).items() if name not in ("metadata", "plans", "base")},
         "timeout_s": SECONDS,
     },
     "keeper_save": {"metrics": [1, [1], {"a": "x"}, {1: 2}], "metadata": SAVE["metadata"], "step": []},

@@ -23,14 +23,13 @@ from milepost.core.manifest import (
     Value,
     check,
     generation_of,
-    intended_generation,
-    make_save_id,
     manifest_name,
     new_manifest,
     seal,
     shard_name,
     unseal,
 )
+from milepost.core.save_id import intended_generation, make_save_id
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
 from tests.strategies import examples, layouts, shapes

@@ -38,11 +38,10 @@ from milepost.core.manifest import (
     Tensor,
     Value,
     generation_of,
-    intended_generation,
-    make_save_id,
     new_manifest,
     shard_name,
 )
+from milepost.core.save_id import intended_generation, make_save_id
 from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer

@@ -22,8 +22,9 @@ from milepost.commit.find import (
     removals_in,
     was_overtaken,
 )
-from milepost.core.manifest import Manifest, ShardFile, generation_of, intended_generation, manifest_name, seal
+from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, seal
 from milepost.core.ranks import pack_ranks
+from milepost.core.save_id import intended_generation
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import place_of
 from milepost.errors import AlreadyExists, CheckpointError, NoReply, NotDurable, SaveConflict, StorageError

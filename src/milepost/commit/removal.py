@@ -31,7 +31,8 @@ from contextlib import suppress
 from milepost.commit.beside import names_at
 from milepost.commit.find import REMOVED, generations_in, is_there, newest, parse, read_manifest, removals_in
 from milepost.commit.publish import sweep
-from milepost.core.manifest import generation_of, intended_generation, manifest_name
+from milepost.core.manifest import generation_of, manifest_name
+from milepost.core.save_id import intended_generation
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, CheckpointNotFound, StorageError
 from milepost.events.operation import Operation, operating, phasing

@@ -17,6 +17,7 @@ from milepost.core.history import PhaseTime, check_timings
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, MAX_ENTRIES, MAX_HEADER_BYTES, MAX_MANIFEST_BYTES, MAX_RANKS
 from milepost.core.ranks import unpack_ranks
+from milepost.core.save_id import intended_generation
 from milepost.core.seal import SEAL_BYTES, is_sealed
 from milepost.core.shardfile import FileParts, check_block_bytes, data_bytes_of, is_name
 from milepost.core.statistics import Health, TensorStatistics, check_statistics
@@ -30,7 +31,6 @@ TensorKind = Literal["tensor", "numpy", "bytes", "bytearray"]
 
 # Not \d, which means the digits of every script.
 _NAME = re.compile(r"manifest-([0-9]{8})\.json")
-_SAVE_ID = re.compile(r"[0-9]{8}-[0-9a-f]{8,32}")
 _NOT_IN_NUMPY = ("bfloat16", "complex32", "float8", "float4")
 _MESSAGE_LETTERS = 1000
 _OPTIONAL = ("replaced", "timings", "statistics", "health", "older")
@@ -210,16 +210,6 @@ def generation_of(name: str) -> int | None:
     """The generation that a manifest's name stands for, or None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
-
-
-def make_save_id(generation: int, token: str) -> str:
-    """The name of one attempt to write this generation. Later saves see from it when the attempt has become void."""
-    return f"{generation:08d}-{token}"
-
-
-def intended_generation(save_id: str) -> int | None:
-    """The generation that a save id aims at, or None for text that is no save id."""
-    return int(save_id[:8]) if _SAVE_ID.fullmatch(save_id) else None
 
 
 def shard_name(save_id: str, rank: int) -> str:

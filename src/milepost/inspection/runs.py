@@ -18,7 +18,8 @@ from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
 from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
 from milepost.core.history import PhaseTime
-from milepost.core.manifest import Manifest, intended_generation, unseal_brief
+from milepost.core.manifest import Manifest, unseal_brief
+from milepost.core.save_id import intended_generation
 from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,

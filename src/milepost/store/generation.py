@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from milepost.core.manifest import intended_generation, manifest_name
+from milepost.core.manifest import manifest_name
+from milepost.core.save_id import intended_generation
 from milepost.errors import InvalidRequest
 from milepost.store.base import Reader, Traits, check_name
 from milepost.store.location import Location, store_at
