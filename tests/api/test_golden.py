@@ -3,15 +3,18 @@
 import json
 import math
 from collections import OrderedDict, defaultdict
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 
 import milepost
 from milepost.core.layout import Cut, Grid, Mesh
+from milepost.store import MemoryStore
 from milepost.testing import run_ranks
 from tests.golden import make
 from tests.tensors import check_histogram, check_statistics
@@ -88,6 +91,39 @@ def test_a_shard_file_in_parts_is_what_the_formula_says():
     assert json.loads((place / "manifest-00000001.json").read_bytes())["checksum"] == "3efdca7e08388a28"
     names = sorted(path.name for path in place.glob("data/*/*"))
     assert names == [f"00000.safetensors-{i:05d}" for i in range(4)]
+
+
+def test_a_file_of_an_earlier_save_is_found_and_its_digests_hold():
+    place = GOLDEN.with_name("v1-older")
+    with milepost.open(place) as checkpoint:
+        assert same(checkpoint.state(), make.older_state(2))
+        assert checkpoint.verify().ok
+        assert [file.age for file in checkpoint.manifest.older] == [1]
+    assert json.loads((place / "manifest-00000001.json").read_bytes())["checksum"] == "c9851edd1845f9af"
+    store = MemoryStore()
+    receipt = milepost.save(make.older_state(3), store, base=place)
+    assert receipt.reused_bytes == 0, "nothing can be linked from a folder into memory"
+    assert read_digests(place)["frozen"] == digest(make.older_state(2)["frozen"], start=84)
+
+
+def read_digests(place):
+    """The digests of the golden checkpoint's entries, as a reader of the format page would find them."""
+    [path] = place.glob("data/*/00000.safetensors")
+    data = path.read_bytes()
+    [file] = json.loads((place / "manifest-00000001.json").read_bytes())["files"]
+    header = json.loads(data[8 : file["header_bytes"]])
+    names = [name for name in header if not name.startswith("@") and name != "__metadata__"]
+    names += [name for _, _, group in json.loads(header["__metadata__"]["older"]) for name in group]
+    assert len(names) == file["digests"]
+    end = data[len(data) - 16 * len(names) :]
+    return {name: end[16 * i : 16 * i + 16] for i, name in enumerate(names)}
+
+
+def digest(tensor, start):
+    """The digest of a tensor that was written at this offset of a file's data, by the format page."""
+    data = bytes(raw(tensor))
+    cuts = [0, *range(2**18 - start, len(data), 2**18), len(data)]
+    return xxhash.xxh3_128_digest(b"".join(xxhash.xxh3_128_digest(data[a:b]) for a, b in pairwise(cuts)))
 
 
 def test_every_value_and_tensor_is_what_the_formulas_say():

@@ -23,6 +23,7 @@ from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import VERSION
+from milepost.core.reuse import CELL_BYTES
 from milepost.store import MemoryStore, Traits
 from milepost.testing import run_ranks
 
@@ -176,6 +177,11 @@ def make_parts(place: Path) -> None:
     """Write what an object store with small parts gets, as a plain copy of it on a disk."""
     store = MemoryStore(traits=Traits(part_bytes=BLOCK_BYTES, range_bytes=BLOCK_BYTES, requests=2, is_current=True))
     milepost.save(parts_state(), store)
+    write_out(store, place)
+
+
+def write_out(store: MemoryStore, place: Path) -> None:
+    """Write what a store holds to a folder."""
     for name, data in store.objects.items():
         (place / name).parent.mkdir(parents=True, exist_ok=True)
         (place / name).write_bytes(data)
@@ -199,9 +205,24 @@ def make_recorded(place: Path) -> None:
     run_ranks(WORLD, save)
 
 
+def older_state(changes: int) -> dict[str, Any]:
+    """What the checkpoint with an older file holds: a frozen tensor of more than one cell, and one that changes."""
+    frozen = (torch.arange(CELL_BYTES + 4001) * 11 % 241).to(torch.uint8)
+    return {"frozen": frozen, "adapter": pattern("float32", (7, 3), changes), "step": changes}
+
+
+def make_older(place: Path) -> None:
+    """Write the second of two incremental saves."""
+    base = MemoryStore()
+    milepost.save(older_state(1), base, base=base)  # the base of the next one, so it has digests
+    made = MemoryStore()
+    milepost.save(older_state(2), made, base=base)
+    write_out(made, place)
+
+
 def main() -> None:
     """Write the golden checkpoints; refuse to replace one."""
-    for name, make in (("parts", make_parts), ("recorded", make_recorded)):
+    for name, make in (("parts", make_parts), ("recorded", make_recorded), ("older", make_older)):
         if not (HERE / f"v{VERSION}-{name}").exists():
             make(HERE / f"v{VERSION}-{name}")
     place = HERE / f"v{VERSION}"
