@@ -246,17 +246,17 @@ def _drop(file: Path) -> None:
         DROP_CACHES.write_text("1")
 
 
-def rows_of(place: Place) -> Iterator[Row]:
-    """The results at one place; bars are those for a GPU."""
+def rows_of(place: Place, *, on_gpu: bool) -> Iterator[Row]:
+    """The results at one place. Bars are for a GPU: on a CPU, other libraries map the file and read nothing."""
     raw, hashed = place.best(RAW), place.best(RAW_HASHED)
-    if not place.cold:
+    if on_gpu and not place.cold:
         yield at_least(f"{place.name}: verified, of raw with XXH3", place.ratio(MILEPOST, hashed), "x", 0.9)
         yield at_least(f"{place.name}: unverified, of raw", place.ratio(UNVERIFIED, raw), "x", 0.9)
         most = {"tmpfs": (30, 36)}.get(place.name, (20, 26))
         yield at_least(f"{place.name}: verified", place.rate(MILEPOST), "GB/s", most[0])
         yield at_least(f"{place.name}: unverified", place.rate(UNVERIFIED), "GB/s", most[1])
     for other in OTHERS:
-        if other in place.seconds:
+        if on_gpu and other in place.seconds:
             yield at_least(f"{place.name}: Milepost, times as fast as {other}", place.ratio(MILEPOST, other), "x", 1)
     for who, seconds in place.seconds.items():
         yield Row(f"{place.name}: {who}, median", statistics.median(seconds), "s")
@@ -279,11 +279,13 @@ def main() -> None:
     """Measure, print and clean up."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size-gb", type=float, default=8.0, help="size of the model in GB (default 8)")
-    parser.add_argument("--rounds", type=positive, default=5)
+    parser.add_argument("--rounds", type=positive, default=5, help="rounds that count (default 5)")
     parser.add_argument("--disk", type=Path, default=Path(tempfile.gettempdir()), help="a folder on a disk")
     parser.add_argument("--shm", type=Path, default=Path("/dev/shm"), help="a folder in memory")
     parser.add_argument("--only", nargs="*", choices=["cache", "tmpfs", "cold"], default=["cache", "tmpfs", "cold"])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: a GPU if any"
+    )
     parser.add_argument("--sweep", action="store_true", help="also other numbers of threads and sizes of blocks")
     parser.add_argument("--quick", action="store_true", help="a small model, one round: does it all work?")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
@@ -304,8 +306,9 @@ def main() -> None:
             places.append(place)
             print(table_of([place]), flush=True)
             print(flush=True)
-    rows = [row for place in places for row in rows_of(place)]
-    print(bars_table(rows))
+    on_gpu = device.type == "cuda"
+    rows = [row for place in places for row in rows_of(place, on_gpu=on_gpu)]
+    print(bars_table(rows) if on_gpu else "The bars are for a GPU, and the tensors of this run are in main memory.")
     for note in notes:
         print(note)
     if arguments.json:
