@@ -236,3 +236,33 @@ def test_damage_in_a_load_into_device_memory_is_told(tmp_path):
     path.write_bytes(whole)
     milepost.load(target, tmp_path)
     assert torch.equal(target["w"], state["w"])
+
+
+@pytest.mark.parametrize("base", [False, True])
+def test_save_in_another_stream_saves_what_was_launched_there(tmp_path, base):
+    state = {"w": torch.zeros(30 << 20, device="cuda"), "columns": torch.zeros(2000, 2000, device="cuda").t()}
+    options = {"base": tmp_path / "base"} if base else {}
+    milepost.save(state, tmp_path / "base", base=tmp_path / "none")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(500_000_000)
+        state["w"].fill_(3)
+        state["columns"].fill_(4)
+        milepost.save(state, tmp_path / "saved", **options)
+    found = milepost.open(tmp_path / "saved").state()
+    assert (found["w"] == 3).all()
+    assert (found["columns"] == 4).all()
+
+
+def test_load_in_another_stream_comes_after_what_was_launched_there(tmp_path):
+    state = {"w": torch.randn(30 << 20, device="cuda")}
+    milepost.save(state, tmp_path)
+    target = {"w": torch.zeros_like(state["w"])}
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream), torch.inference_mode():
+        torch.cuda._sleep(500_000_000)
+        target["w"].fill_(3)
+        milepost.load(target, tmp_path)
+    assert torch.equal(target["w"], state["w"])

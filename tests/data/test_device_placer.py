@@ -9,6 +9,7 @@ from milepost.core.limits import BLOCK_BYTES, MIB
 from milepost.data import device_placer
 from milepost.data.device_placer import DevicePlacer
 from milepost.store.base import FILES
+from milepost.testing import run_ranks
 from tests.data.states import assert_same, blank, random_tensor
 
 
@@ -98,6 +99,23 @@ def test_other_types_and_conjugates_and_inference_tensors_are_filled(tmp_path):
         milepost.load(
             {"a": torch.zeros(300_000, dtype=torch.float16)}, tmp_path, convert_dtype=True, allow_unexpected=True
         )
+
+
+def test_load_in_inference_mode_fills_tensors_of_several_files(tmp_path):
+    """Views that this thread makes are filled by others, which are not in that mode."""
+    whole = {f"{i}": random_tensor("float32", 3000, 512, seed=i) for i in range(6)}
+
+    def save(comm):
+        first = 1500 * comm.rank
+        parts = {key: Sharded((3000, 512), {(first, 0): one[first : first + 1500]}) for key, one in whole.items()}
+        milepost.save(parts, tmp_path, process_group=comm)
+
+    run_ranks(2, save)
+    for _ in range(4):
+        target = blanks(whole)
+        with torch.inference_mode():
+            milepost.load(target, tmp_path, transfer=Transfer(4, MIB))
+        assert_same(target, whole)
 
 
 def test_device_without_room_is_filled_from_main_memory(tmp_path, monkeypatch):

@@ -9,6 +9,7 @@ import torch
 import xxhash
 
 from milepost.core.reuse import CELL_BYTES, cell_count, cuts_between, digest_of_cells
+from milepost.data.device import Moment, gpus_of
 from milepost.data.late import EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_run, needs_pinned
 from milepost.data.transfer import Meter, Transfer, run_all
@@ -108,7 +109,9 @@ def compute_digests(samples: Sequence[Sample], transfer: Transfer, meter: Meter)
     """Compute the digests of all samples, by several threads, in blocks that hold a cell at least."""
     size = transfer.in_units_of(CELL_BYTES).block_bytes
     total = sum(sample.size_bytes for sample in samples)
-    pinned = needs_pinned([sample.data for sample in samples])
+    tensors = [sample.data for sample in samples]
+    pinned = needs_pinned(tensors)
+    Moment(gpus_of(tensors)).wait()  # the threads that copy are not in the stream of the caller
 
     def make_worker() -> Callable[[tuple[Sample, int, int]], None]:
         block = Block(size, pinned)

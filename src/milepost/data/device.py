@@ -1,7 +1,7 @@
 """GPUs as a load sees them: streams beside the program's own, and marks in them."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -25,6 +25,11 @@ class Moment:
         """Let a stream begin after it."""
         self._events[stream.device].wait(stream)
 
+    def wait(self) -> None:
+        """Return when it is reached: what other threads launch then, in streams of theirs, comes after it."""
+        for event in self._events.values():
+            event.synchronize()
+
 
 class Lane:
     """What one thread does on one device: in order, and beside the work of other threads and of the program."""
@@ -36,9 +41,15 @@ class Lane:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             moment.before(self._stream)
 
-    def here(self) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def here(self) -> Iterator[None]:
         """What is launched inside goes into this lane."""
-        return contextlib.nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        if self._stream is None:
+            yield
+            return
+        # The device first: a thread begins on GPU 0, and to go back there from a stream makes a context there.
+        with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+            yield
 
     def mark(self) -> "Mark":
         """The point at which all work so far is done."""

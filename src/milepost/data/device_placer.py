@@ -5,11 +5,13 @@ straight into them. A block with many small tensors, or with parts of rows, goes
 apart.
 """
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 
+from milepost.core.limits import MIB
 from milepost.data.device import Lane, Mark
 from milepost.data.memory import Block, TypedViews
 from milepost.data.pieces import PlacementRun, ReadJob, is_cold
@@ -18,6 +20,9 @@ from milepost.data.transfer import Meter
 
 _FEW = 4
 """So many tensors of one block are copied each by itself. It takes one more copy to do that on the device."""
+_BLOCKS = 2
+_OWN_SEGMENT_BYTES = 10 * MIB
+"""For less, torch takes 20 MiB from the device."""
 
 
 class DevicePlacer:
@@ -26,14 +31,13 @@ class DevicePlacer:
     def __init__(
         self, make_block: Callable[[], Block], lanes: Sequence[Lane], direct: bool, verify: bool, meter: Meter
     ) -> None:
-        self._slots = [_CopyBlock(make_block()), _CopyBlock(make_block())]
+        self._make_block, self._slots = make_block, list[_CopyBlock]()
         self._lanes = {lane.device: _DeviceSide(lane) for lane in lanes}
         self._direct, self._verify, self._meter = direct, verify, meter
 
     def __call__(self, job: ReadJob) -> None:
         """Read one job, and start its copies. Raises CheckpointDamaged, StateMismatch, StorageError."""
-        slot = self._slots[0]
-        self._slots.reverse()
+        slot = self._next()
         slot.wait()
         here, there = self._apart(job.pieces)
         if not there:
@@ -51,6 +55,14 @@ class DevicePlacer:
             count += self._lanes[device].send(pieces, job, slot)
         self._meter.add(count)
 
+    def _next(self) -> "_CopyBlock":
+        """The block whose turn it is. The second one is made when it is needed."""
+        if len(self._slots) < _BLOCKS:
+            self._slots.append(_CopyBlock(self._make_block()))
+        else:
+            self._slots.reverse()
+        return self._slots[-1]
+
     def _apart(self, pieces: list[PlacementRun]) -> tuple[list[PlacementRun], dict[torch.device, list[PlacementRun]]]:
         """The pieces whose targets are in main memory, and those on each GPU."""
         here: list[PlacementRun] = []
@@ -62,8 +74,9 @@ class DevicePlacer:
 
     def wait(self) -> None:
         """Return when nothing is on its way any more."""
-        for side in self._lanes.values():
-            side.lane.wait()
+        with contextlib.ExitStack() as waits:  # for all of them, also if one raises
+            for side in self._lanes.values():
+                waits.callback(side.lane.wait)
 
 
 class _CopyBlock:
@@ -106,7 +119,7 @@ class _DeviceSide:
                 low, high = max(first, piece.start), min(last, piece.stop)
                 whole.append((run[low - piece.start : high - piece.start], low - first, high - first))
         source: TypedViews = block
-        if others or len(whole) > _FEW:
+        if len(whole) > _FEW or any(piece.region is not None and piece.region.is_exact for piece in others):
             source = self._on_device(block, last - first)
         if whole:
             parts = [source.data[low:high] for _, low, high in whole]
@@ -128,7 +141,8 @@ class _DeviceSide:
         """The same bytes on the GPU; the block itself, from which copies take longer, where there is no room."""
         if self._block is None and self._has_room:
             try:
-                self._block = TypedViews(torch.empty(len(block.data), dtype=torch.uint8, device=self.lane.device))
+                size = max(len(block.data), _OWN_SEGMENT_BYTES)
+                self._block = TypedViews(torch.empty(size, dtype=torch.uint8, device=self.lane.device))
             except torch.OutOfMemoryError:
                 self._has_room = False
         if self._block is None:

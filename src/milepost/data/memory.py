@@ -64,7 +64,10 @@ class Block(TypedViews):
 
     def __init__(self, size_bytes: int, pinned: bool = False) -> None:
         if pinned:
-            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+            # Not more at first: torch takes the next power of two. Some ways to pin memory do not align it.
+            memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+            if memory.data_ptr() % PAGE_BYTES:
+                memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
             shift = -memory.data_ptr() % PAGE_BYTES
             super().__init__(memory[shift : shift + size_bytes])
         else:

@@ -1,6 +1,5 @@
 """What a load reads, and where it goes: placements, their runs in a file, and jobs of some runs each."""
 
-from functools import cached_property
 from operator import add, mul
 from typing import NamedTuple
 
@@ -112,15 +111,22 @@ class Region:
         self._target = as_bits(target) if same else target
         self._read_as = self._target.dtype if same else self._dtype
         self._same = same
+        self._run: torch.Tensor | None = None
+        self._knows_run = False
 
     @property
     def is_exact(self) -> bool:
         """Whether the bits are copied as they are."""
         return self._same
 
-    @cached_property
+    @property
     def run(self) -> torch.Tensor | None:
         """The bytes of the target, where they lie as in the file, in one run; None where they do not."""
+        if not self._knows_run:  # two threads may find it at once; a `cached_property` has one lock for all regions
+            self._run, self._knows_run = self._bytes_in_order(), True
+        return self._run
+
+    def _bytes_in_order(self) -> torch.Tensor | None:
         target = self._target
         if not self._same or not self._in_one_run or not target.is_contiguous() or target.is_inference():
             return None

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import itemgetter, mul
 
+import torch
+
 from milepost.core.box import Box, Shape, strides_of
 from milepost.core.division import PlannedRead, stretches_of
 from milepost.core.dtypes import DTYPES
@@ -68,7 +70,8 @@ def place_all(
     opened = _opened(files, by_rank)
     jobs = (job for number, found in opened for job in _jobs(files.of(number), found, align, size, lossy))
 
-    first = next(jobs, None)
+    with torch.inference_mode(mode=False):  # a view that is made in it could not be filled by other threads
+        first = next(jobs, None)
     if first is None:
         return
     if not remote and (not transfer.direct or not is_cold(first)):
@@ -76,22 +79,22 @@ def place_all(
     threads = transfer.threads_for(total, count, size)
     if remote:  # small tensors keep Python busy, but a few requests should be under way
         threads = max(threads, min(_FOR_SMALL_TENSORS, transfer.threads_for(total, 1, size)))
-    moment, pinned, on_devices = Moment(gpus), needs_pinned(targets), list[DevicePlacer]()
+    moment, pinned = Moment(gpus), needs_pinned(targets)
 
     def make_worker() -> Callable[[ReadJob], None]:
         if not gpus:
             return Placer(Block(size), transfer.direct, verify, meter)
         lanes = [Lane(device, moment) for device in gpus]
-        worker = DevicePlacer(lambda: Block(size, pinned), lanes, transfer.direct, verify, meter)
-        on_devices.append(worker)
-        return worker
+        return DevicePlacer(lambda: Block(size, pinned), lanes, transfer.direct, verify, meter)
 
-    try:
-        run_all(chain([first], jobs), make_worker, threads, meter, apart=remote)
-    finally:
-        for worker in on_devices:
-            worker.wait()
+    # Apart: Ctrl-C in this thread must not end the wait for a copy, nor leave it in the stream of a lane.
+    run_all(chain([first], jobs), make_worker, threads, meter, apart=remote or bool(gpus), end=_wait_for_copies)
     moved(total)
+
+
+def _wait_for_copies(worker: Callable[[ReadJob], None]) -> None:
+    if isinstance(worker, DevicePlacer):
+        worker.wait()
 
 
 def _opened(files: Files, by_rank: dict[int, list[Placement]]) -> Iterator[tuple[int, list[Placement]]]:

@@ -288,22 +288,27 @@ def run_all(
     meter: Meter | None = None,
     *,
     apart: bool = False,
+    end: Callable[[Callable[[J], None]], None] | None = None,
 ) -> None:
     """Do all jobs with `threads` workers; this thread is one of them. Each worker is made in its own thread.
 
     The first error of any worker stops all of them and is raised here. The iterator is advanced by one at a time.
     `apart`: this thread only waits, where a job may take long and cannot be interrupted: then Ctrl-C stops the others
-    at once.
+    at once. `end`: called with each worker when it has no more work, also after an error, in its thread.
     """
     queue = _JobQueue(jobs)
 
     def work(watch: Callable[[], None]) -> None:
         try:
             worker = make_worker()
-            with stopping_when(lambda: queue.stopped):
-                while (job := queue.take()) is not None:
-                    worker(job[0])
-                    watch()
+            try:
+                with stopping_when(lambda: queue.stopped):
+                    while (job := queue.take()) is not None:
+                        worker(job[0])
+                        watch()
+            finally:
+                if end is not None:
+                    end(worker)
         except BaseException as error:  # noqa: BLE001  # raised where the caller waits
             queue.stop(error)
 

@@ -35,6 +35,7 @@ from milepost.core.shardfile import (
 )
 from milepost.data.cells import CellDigests
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.device import Moment, gpus_of
 from milepost.data.late import BlockFill, EntryData, LateBox, LateTensor
 from milepost.data.memory import Block, address_of, copy_bytes, needs_pinned, view_of
 from milepost.data.new_files import committed, create_part, is_there, start_file
@@ -357,6 +358,7 @@ class _EntryBytes:
         here = [data for data in self._data if isinstance(data, torch.Tensor)]
         # Late tensors come from the device that the job computes on.
         self.pinned = needs_pinned(here) or (self.late and torch.cuda.is_available())
+        Moment(gpus_of(here)).wait()  # the threads that copy are not in the stream of the caller
 
     def digests(self) -> bytes:
         """The digests of all entries, once the cells of all blocks are known; empty if none are wanted."""

@@ -67,7 +67,7 @@ class Copier:
         stream = self._streams[device]
         moment.before(stream)
         queue = _StreamQueue(stream)
-        with torch.cuda.stream(stream), torch.no_grad():
+        with torch.cuda.device(device), torch.cuda.stream(stream), torch.no_grad():
             for batch in _batches(copies):
                 # In one call: each call hands Python's lock over, and the training thread would wait for it every time.
                 torch._foreach_copy_([one.target for one in batch], [one.source for one in batch], non_blocking=True)

@@ -188,6 +188,8 @@ class Staging:
         if (later or self._packed.left_out) and self._rest_may_wait() and not self.at_return.is_set():
             self._let_return()
         self._stager.copier.copy(later, self._moment, check)
+        if self._packed.left_out:
+            self._moment.wait()  # they are written by threads that are not in the stream of the caller
         moved(self._packed.size_bytes)
         self.check_unchanged()
         self._clones = {id(d): self._clones[id(d)] for d in self._packed.left_out if id(d) in self._clones}

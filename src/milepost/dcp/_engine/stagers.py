@@ -70,6 +70,8 @@ class DefaultStager(AsyncStager):
         del kwargs
         if self._thread is None:
             return self._copied(state_dict)
+        if self._stream is not None:  # what the program has launched so far comes before the copies
+            self._stream.wait_stream(torch.accelerator.current_stream())
         self._staging = self._thread.submit(self._copied, state_dict)
         return self._staging
 
