@@ -2,7 +2,8 @@
 
 Cases, in one process and on 4 gloo ranks with DTensors: durable saves to a disk and to tmpfs; loads with the same
 sharding, from the page cache (warm) and from the disk (cold: the page cache is dropped before each run); loads onto
-other numbers of ranks and another dimension; thousands of tensors of 4 KB. The state is part of a transformer in
+other numbers of ranks and another dimension; thousands of tensors of 4 KB; and four of them, which is what a save and
+a load cost beside their bytes. The state is part of a transformer in
 training. With `--device cuda`: one process whose state is in GPU memory, and the time of the copies to and from pinned
 memory.
 
@@ -50,6 +51,10 @@ NAMES = {
     "load-other-dim": "load, Shard(0) -> Shard(1), 4 ranks",
     "small-save": "save, {tensors} tensors of 4 KB",
     "small-load": "load, {tensors} tensors of 4 KB",
+    "tiny-save-1": "save, 4 tensors of 4 KB, 1 process",
+    "tiny-load-1": "load, 4 tensors of 4 KB, 1 process",
+    "tiny-save-4": "save, 4 tensors of 4 KB, 4 ranks",
+    "tiny-load-4": "load, 4 tensors of 4 KB, 4 ranks",
 }
 DEVICE_NAMES = {
     "device-save": "save, from {device}",
@@ -67,9 +72,11 @@ BARS = {
     "load-other-dim": Bars(least_of_dcp=8),
     "small-save": Bars(least_of_dcp=10),
     "small-load": Bars(least_of_dcp=20),
+    "tiny": Bars(),
     "device": Bars(),
 }
 MOST_SMALL_ROUNDS = 3  # DCP needs many seconds for each
+TINY_TENSORS, TINY_ROUNDS = 4, 5  # so many times the rounds of the others: each takes milliseconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +122,7 @@ def one_process(rank: int, world: int, folder: Path, plan: Plan) -> list[Measure
         stage.meter.delete(folder / "one")
     if plan.wants("small-save", "small-load"):
         small(stage, plan)
+    tiny(stage, plan)
     return stage.done()
 
 
@@ -147,6 +155,7 @@ def four_ranks(rank: int, world: int, folder: Path, plan: Plan) -> list[Measured
     del state
     if plan.wants("load-other-dim"):
         other_cut(stage, plan.name("load-other-dim"), stage.state(specs, dim=1), folder / "by-4", once=True)
+    tiny(stage, plan)
     return stage.done()
 
 
@@ -217,6 +226,22 @@ def small(stage: Any, plan: Plan) -> None:
     if plan.wants("small-load"):
         stage.keep(state, stage.folder / "small", formats)
         stage.loads(plan.name("small-load"), state, stage.folder / "small", formats)
+
+
+def tiny(stage: Any, plan: Plan) -> None:
+    """A few small tensors: saves, then warm loads."""
+    import contenders as c
+
+    world = stage.meter.world
+    if not plan.wants(f"tiny-save-{world}", f"tiny-load-{world}"):
+        return
+    state, formats = stage.state(c.small_specs(TINY_TENSORS)), {DCP: c.dcp_format(), MILEPOST: c.milepost_format()}
+    stage.meter.rounds = TINY_ROUNDS * plan.rounds
+    if plan.wants(f"tiny-save-{world}"):
+        stage.saves(plan.name(f"tiny-save-{world}"), state, stage.folder, formats.values())
+    if plan.wants(f"tiny-load-{world}"):
+        stage.keep(state, stage.folder / "tiny", formats)
+        stage.loads(plan.name(f"tiny-load-{world}"), state, stage.folder / "tiny", formats)
 
 
 def _others(stage: Any) -> dict[str, Any]:

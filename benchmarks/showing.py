@@ -119,11 +119,12 @@ def _line(case: Case, who: str) -> list[str]:
     walls = [run.wall_s for run in case.runs[who]]
     wall = case.median(who, "wall_s")
     to_raw, to_dcp = case.ratio(who, (RAW, DIRECT)), case.ratio(who, (DCP,))
+    digits = 3 if wall > 0.1 else 4
     return [
         case.name if who == next(iter(case.runs)) else "",
         who,
-        f"{wall:.3f}",
-        f"{min(walls):.3f}..{max(walls):.3f}",
+        f"{wall:.{digits}f}",
+        f"{min(walls):.{digits}f}..{max(walls):.{digits}f}",
         f"{case.size_bytes / wall / 1e9:.2f}",
         f"{case.median(who, 'cpu_s'):.3f}",
         f"{to_raw:.2f}" if to_raw else "",

@@ -15,6 +15,7 @@ SAVES = ("save, disk, 1 process", "save, disk, 4 ranks", "save, tmpfs, 1 process
 SAME_CUT = ("load, warm, 1 process", "load, warm, 4 ranks", "load, cold, 1 process", "load, cold, 4 ranks")
 OTHER_CUT = ("load, 2 -> 4 ranks", "load, 4 -> 2 ranks", "load, Shard(0) -> Shard(1), 4 ranks")
 SMALL = ("save, 100 tensors of 4 KB", "load, 100 tensors of 4 KB")
+TINY = [f"{kind}, 4 tensors of 4 KB, {ranks}" for kind in ("save", "load") for ranks in ("1 process", "4 ranks")]
 CASES = (*SAVES, *SAME_CUT, *OTHER_CUT, *SMALL)
 
 
@@ -25,7 +26,7 @@ def command(folder: Path, *more: str) -> list[str]:
 
 def barred_rows() -> dict[str, str]:
     """Every row that has a bar, and the bar."""
-    rows = {f"{case}: Milepost, memory beyond the state, largest rank": "<= 512" for case in CASES}
+    rows = {f"{case}: Milepost, memory beyond the state, largest rank": "<= 512" for case in (*CASES, *TINY)}
     for case in SAVES:
         disk = "disk" in case
         rows[f"{case}: Milepost / raw"] = "<= 1.15" if disk else "<= 1.25"
@@ -75,6 +76,7 @@ def test_data_path_gives_a_row_for_every_bar_and_cleans_up(tmp_path):
         if case.startswith("load"):
             assert values[f"{case}: raw, bytes read / needed"] == pytest.approx(1, abs=0.05)
             assert values[f"{case}: Milepost, bytes read / needed"] >= 1
+    assert all(values[f"{case}: {who}, wall"] > 0 for case in TINY for who in ("DCP", "Milepost"))
     assert values["load, warm, 1 process: torch.load, wall"] > 0
     assert values["load, warm, 1 process: safetensors, wall"] > 0
 
