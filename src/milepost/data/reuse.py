@@ -90,6 +90,7 @@ class ReuseBase:
         self.where, self._files = store.url, Files(store, manifest)
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
         self._writers = {file.rank for file in manifest.files}
+        self._numbers: dict[FileId, int] = {}
 
     def choose(
         self,
@@ -131,6 +132,8 @@ class ReuseBase:
         if digest is None:
             return None
         number = self._files.number_of(rank, name)
+        # One that several ranks of the base use has several rows there. Here it gets one.
+        number = self._numbers.setdefault(id_of(self._files.record(number), self._manifest), number)
         file = self._files.of(number)
         held = file.header.entries.get(name)
         if held is None or held.dtype != dtype.stored_as or held.shape != (*entry.header.shape, *dtype.inner):
