@@ -99,6 +99,11 @@ def next_request(actor, replies):
     return request
 
 
+def heard(replies, at, reply):
+    """The replies that the actors have got, with one more for this one."""
+    return (*replies[:at], (*replies[at], reply), *replies[at + 1 :])
+
+
 def broken(objects):
     """A step that is committed, and whose data is not there; None if there is none."""
     for name in objects:
@@ -109,17 +114,15 @@ def broken(objects):
     return None
 
 
-def explore(start, actors, late=0):
+def explore(start, actors, late_requests=0):
     """All states that the actors can reach: (how many, the first that is broken, those in which all have ended)."""
-    first = (frozenset(start), frozenset(), late, ((),) * len(actors))
+    first = (frozenset(start), frozenset(), late_requests, ((),) * len(actors))
     seen, ends, pending, asked = {first}, [], deque([first]), {}
     while pending:
         objects, waiting, budget, replies = state = pending.popleft()
         if broken(objects) is not None:
             return len(seen), state, ends
-        found = []
-        for request in waiting:
-            found.append((answer(objects, request)[0], waiting - {request}, budget, replies))
+        found = [(answer(objects, late)[0], waiting - {late}, budget, replies) for late in waiting]
         for at, actor in enumerate(actors):
             key = at, replies[at]
             if key not in asked:
@@ -127,15 +130,11 @@ def explore(start, actors, late=0):
             request = asked[key]
             if request is None:
                 continue
-
-            def after(reply, at=at):
-                return (*replies[:at], (*replies[at], reply), *replies[at + 1 :])
-
             changed, reply = answer(objects, request)
-            found.append((changed, waiting, budget, after(reply)))
+            found.append((changed, waiting, budget, heard(replies, at, reply)))
             if budget and request[0] != "list":
-                found.append((objects, waiting | {request}, budget - 1, after(NO_REPLY)))
-                found.append((changed, waiting | {request}, budget - 1, after(reply)))
+                found.append((objects, waiting | {request}, budget - 1, heard(replies, at, NO_REPLY)))
+                found.append((changed, waiting | {request}, budget - 1, heard(replies, at, reply)))
         if not found:
             ends.append(objects)
         for one in found:
@@ -180,7 +179,7 @@ def test_every_order_leaves_committed_steps_whole(scene):
 @pytest.mark.parametrize("scene", [pytest.param(scene, marks=pytest.mark.slow) for scene in SCENES])
 def test_late_request_leaves_committed_steps_whole(scene):
     """Any one request gets no reply and takes effect at any time, or is sent again and takes effect twice."""
-    count, found, _ = explore(*SCENES[scene], late=1)
+    count, found, _ = explore(*SCENES[scene], late_requests=1)
     assert found is None
     assert count > 50_000
 

@@ -6,7 +6,7 @@ import torch
 import milepost
 from milepost import Checkpointer
 from milepost.commit.find import REMOVED
-from milepost.commit.removal import remove_checkpoint
+from milepost.commit.removal import remove_checkpoint, remove_unfinished
 from milepost.commit.signs import Notes
 from milepost.core.reuse import FileId
 from milepost.core.signs import Sign, User, note_name, sign_at
@@ -288,6 +288,23 @@ def test_base_that_lost_a_race_keeps_what_was_signed():
     with pytest.raises(milepost.SaveConflict):
         save(Overtaken(store), 1, 19)
     check(store, 2)
+
+
+def test_unfinished_save_that_became_a_base_keeps_what_was_signed():
+    """Its manifest came late, after those who remove its data have looked, and before they have marked it."""
+    inner = objects()
+    late = LateStore(inner, lambda call: "late" if "manifest" in call else None)
+    with pytest.raises(milepost.NoReply):
+        save(late, 1, 19)
+
+    class Slow(CountingStore):
+        def before(self, number, call):
+            if call.startswith("create") and call.endswith(REMOVED):
+                late.arrive()
+                assert save(inner, 2, 1).reused_bytes == FROZEN_BYTES
+
+    assert remove_unfinished(Within(Slow(inner), NAMES[1])).leaves_data
+    check(inner, 2)
 
 
 def test_note_that_comes_after_a_look_is_seen():
