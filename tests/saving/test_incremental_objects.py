@@ -14,9 +14,10 @@ from milepost.inspection.pruning import plan_pruning, prune
 from milepost.inspection.runs import look_at
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, step_name
-from milepost.store import AtGeneration, Within
+from milepost.store import AtGeneration, Within, store_at
 from milepost.testing import CountingStore, LateStore, run_ranks
 from tests.commit.object_places import OBJECTS, RequestStore, objects
+from tests.urls import below
 
 ADAPTER_BYTES, FROZEN_BYTES = 40_000, 5 * OBJECTS.part_bytes
 NAMES = {step: step_name(step) for step in range(1, 20)}
@@ -392,9 +393,56 @@ def test_incremental_save_takes_few_more_requests():
     for requests in counts[1:]:
         more = len(requests) - 6
         assert more == 2 + 1 + 1 + 1 + 2 + 1, "find the base; read it; note; sign; look; look for the used data"
-    store.requests.clear()
-    with Checkpointer(store) as keeper:
-        keeper.remove(1)
-        before = len(store.requests)
-        keeper.remove(2)
-        print(before, store.requests[before:])
+
+
+def test_pass_over_steps_takes_few_requests_for_data_that_stays():
+    taken = {}
+    for incremental in (False, True):
+        store = RequestStore(objects())
+        with Checkpointer(store, incremental=incremental, keep_last=2) as keeper:
+            for step in range(1, 8):
+                store.requests.clear()
+                keeper.save(state(step), step)
+        taken[incremental] = [one for one in store.requests if ".safetensors" not in one]
+    assert data_in(store, 1), "it stays"
+    assert len(taken[False]) == 6 + 2 + 1 + 3 + 8, "save, look, the other that is kept, is it whole, remove"
+    saving = 4 + 1 + 1 + 1 + 2 + 1  # find the base, read it; note, sign, look; look for the used data
+    keeping = 1 + 1 + 3 + 1  # is it whole; signs at step 1, notes of the steps that had them, a dead sign
+    assert len(taken[True]) - len(taken[False]) == saving + keeping
+
+
+def test_run_on_a_real_server(seaweed, monkeypatch, tmp_path):
+    """Unchanged data is not uploaded; other ranks read it; it ends with its last user."""
+    for key, value in seaweed.environment.items():
+        monkeypatch.setenv(key, value)
+    with seaweed.place() as url:
+        store, counts = Uploads(store_at(url)), []
+        with Checkpointer(store, incremental=True) as keeper:
+            for step in (1, 2, 3):
+                keeper.save(state(step), step)
+                counts.append(store.sent)
+                store.sent = 0
+        assert counts[0] > FROZEN_BYTES > 4 * counts[1]
+        assert counts[2] < ADAPTER_BYTES + 8192
+        Checkpointer(url).remove(1)
+        check(store, 2)
+        check(store, 3)
+        changes = milepost.diff(below(url, NAMES[2]), below(url, NAMES[3]))
+        assert {row.key for row in changes.tensors} == {"adapter"}
+        rows = run_ranks(2, lambda comm: load_rows(comm, below(url, NAMES[3])))
+        assert torch.equal(torch.cat(rows), state()["frozen"])
+        milepost.copy(below(url, NAMES[3]), tmp_path / "home")
+        prune(url, Rule(keep_last=1))
+        check(store, 3)
+        Checkpointer(url).remove(3)
+        assert {name for name in store.list("") if not name.endswith(REMOVED)} == set()
+        with milepost.open(tmp_path / "home") as checkpoint:
+            assert checkpoint.verify().ok
+
+
+def load_rows(comm, url):
+    """This rank's half of the tensor that stays."""
+    size = FROZEN_BYTES // 4
+    target = {"frozen": milepost.Sharded((size,), {(comm.rank * size // 2,): torch.zeros(size // 2)})}
+    milepost.load(target, url, process_group=comm, allow_unexpected=True)
+    return target["frozen"].parts[0].data

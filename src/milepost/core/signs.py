@@ -12,6 +12,7 @@ import re
 from typing import NamedTuple
 
 from milepost.core.reuse import FileId
+from milepost.core.shardfile import is_name
 
 _USED = ".used"
 _NOTE = re.compile(r"data/[^/]+/uses/[0-9]{5,}")
@@ -67,7 +68,7 @@ def is_note(name: str) -> bool:
 def sign_at(name: str) -> Sign | None:
     """The sign of this name; None for any other name."""
     found = _SIGN.fullmatch(name)
-    if found is None:
+    if found is None or not is_name(found[3]):
         return None
     return Sign(FileId(found[1], int(found[2])), User(found[3], found[4]), int(found[5]))
 
