@@ -115,7 +115,7 @@ def test_late_copy_of_a_deletion_hits_no_newer_checkpoint():
     store = LateStore(inner, lambda call: "twice" if call.startswith("delete") else None)
     for number in (1, 2, 3):
         milepost.save(state(number), store)
-        marker = remove_checkpoint(store)
+        marker = remove_checkpoint(store).marker
         with pytest.raises(milepost.CheckpointNotFound, match="It was removed"):
             milepost.open(store)
         assert [name for name in inner.objects if not name.endswith(REMOVED)] == []
@@ -132,7 +132,7 @@ def test_manifest_that_comes_after_the_removal_is_no_checkpoint():
         milepost.save(state(1), store, overwrite=False)
     milepost.save(state(2), inner, overwrite=False)
     assert milepost.open(inner).generation == 1
-    marker = remove_checkpoint(inner)
+    marker = remove_checkpoint(inner).marker
     store.arrive()
     with pytest.raises(milepost.CheckpointNotFound, match="It was removed"):
         milepost.open(inner)
@@ -167,7 +167,7 @@ def test_lost_reply_to_the_marker_does_not_stop_a_removal():
         milepost.save(state(1), inner)
         if call is remove_unfinished:
             inner.delete(manifest_name(2), manifest_name(1) + REMOVED)
-        marker = call(ReplyLosingStore(inner, ["create"], repeats=True))
+        marker = call(ReplyLosingStore(inner, ["create"], repeats=True)).marker
         assert inner.objects.keys() == {marker}
 
 

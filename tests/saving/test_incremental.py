@@ -296,6 +296,14 @@ def test_other_ranks_store_more_at_worst(tmp_path, worlds):
         assert checkpoint.verify().ok
 
 
+def test_file_that_two_ranks_of_the_base_use_is_named_once(tmp_path):
+    for step, world in ((1, 1), (2, 2), (3, 1), (4, 2)):
+        save_on(world, tmp_path / f"{step}", tmp_path / f"{step - 1}", moved=step, max_waste=1)
+        with milepost.open(tmp_path / f"{step}") as checkpoint:
+            assert checkpoint.verify().ok
+    check_loaded(load_on(1, tmp_path / "4"), 4)
+
+
 def test_structure_that_changes_on_the_way_is_agreed_on_again(tmp_path):
     plans = [milepost.Plans() for _ in range(2)]
 

@@ -15,11 +15,13 @@ from hypothesis import strategies as st
 
 import milepost
 from milepost import Checkpointer
+from milepost.commit.find import REMOVED
 from milepost.commit.removal import remove_checkpoint
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, step_name
 from milepost.store import LocalStore, MemoryStore, Within
-from milepost.testing import CountingStore, Crash, CrashingStore, UnsyncedStore, run_ranks
+from milepost.testing import CountingStore, Crash, CrashingStore, LateStore, UnsyncedStore, run_ranks
+from tests.commit.object_places import objects
 from tests.steps.power import states_of
 from tests.strategies import examples
 
@@ -122,6 +124,72 @@ def test_listed_steps_are_whole_after_any_history(actions):
     keeper.remove_unfinished()
     keeper.save(run.state(), 51)
     assert {name.split("/")[0] for name in run.store.list("")} == {step_name(51)}, "nothing stays for ever"
+
+
+@examples(250)
+@given(st.lists(ACTIONS, min_size=3, max_size=12), st.lists(st.integers(1, 3), min_size=12, max_size=12))
+def test_histories_in_an_object_store(actions, worlds):
+    """There files are used where they lie. What nobody uses any more ends all the same."""
+    run = Run(objects())
+    for action, world in zip(actions, worlds, strict=False):
+        if action[0] == "save":
+            run.save(action[1], action[2], world=world)
+        else:
+            act(run, action)
+        run.check()
+    for step in (50, 51):
+        run.save(step, ())
+    assert run.check()[-1] == 51
+    keeper = Checkpointer(run.store)
+    keeper.remove_unfinished()
+    for step in keeper.steps()[:-1]:
+        keeper.remove(step)
+    assert run.check() == [51]
+    assert unused(run.store, keeper) == []
+    keeper.remove(51)
+    assert all(name.endswith(REMOVED) for name in run.store.objects), sorted(run.store.objects)
+
+
+def unused(store, keeper):
+    """Names of data that no step of a run needs."""
+    used = set()
+    for step in keeper.steps():
+        with keeper.open(step) as checkpoint:
+            manifest = checkpoint.manifest
+        folders = {file: getattr(file, "folder", "") or step_name(step) for file in manifest.stored}
+        used |= {f"{folders[file]}/{part.name}" for file in manifest.stored for part in manifest.parts_of(file)}
+    return sorted(name for name in store.objects if ".safetensors" in name and name not in used)
+
+
+@examples(150)
+@given(st.lists(ACTIONS, min_size=3, max_size=10), st.integers(0, 1 << 30))
+def test_late_requests_leave_every_listed_step_whole(actions, seed):
+    chance = random.Random(seed)
+    store = LateStore(objects(), lambda _: chance.choices([None, "late", "twice"], [20, 1, 2])[0])
+    run = Run(store)
+    for action in actions:
+        with contextlib.suppress(milepost.CheckpointError):
+            act(run, action)
+        while store.waiting and chance.random() < 0.5:
+            store.arrive(chance.randrange(store.waiting))
+            run.check(store.inner)
+        run.check(store.inner)
+    store.arrive()
+    run.check(store.inner)
+    store.fate = lambda _: None
+    run.save(50, ())
+    assert run.check()[-1] == 50
+    keeper = Checkpointer(store.inner)
+    keeper.remove_unfinished()
+    for step in keeper.steps():
+        keeper.remove(step)
+    shelf = Shelf(store.inner)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("milepost.steps.shelf.LATE_S", 0.0)
+        for _ in range(4):  # an hour later, and hours later
+            shelf.finish()
+    shelf.remove_unfinished()
+    assert all(name.endswith(REMOVED) for name in store.inner.objects), sorted(store.inner.objects)
 
 
 @examples(30)

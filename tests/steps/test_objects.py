@@ -67,7 +67,8 @@ def test_save_beside_many_steps_asks_for_none_twice():
     requests = store.taken()
     assert keeper.steps() == [203, 204, 205]
     assert len(requests) == 6 + 2 + 2 + 3 + 8, "save, look, those that are kept, is it whole, remove"
-    assert not [one for one in requests if one.startswith("list") and one.endswith("data/")]
+    listed = [one for one in requests if one.startswith("list") and one.endswith("data/")]
+    assert listed == [f"list {step_name(202)}/data/"], "the data that is removed"
 
 
 def test_another_jobs_removal_is_noticed():

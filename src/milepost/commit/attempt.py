@@ -8,7 +8,7 @@ can name it any more. Otherwise the data stays, and a later save sweeps it.
 import contextlib
 import logging
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -28,6 +28,7 @@ from milepost.commit.find import (
     was_overtaken,
 )
 from milepost.commit.publish import conflict, publish, sweep
+from milepost.commit.signs import delete_unused
 from milepost.core.history import PhaseTime
 from milepost.core.layout import Layout
 from milepost.core.manifest import (
@@ -42,6 +43,7 @@ from milepost.core.manifest import (
     shard_name,
 )
 from milepost.core.save_id import intended_generation, make_save_id
+from milepost.core.signs import note_name, save_at, signs_of, signs_of_rank
 from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import Node
 from milepost.data.transfer import Meter, Transfer
@@ -122,7 +124,7 @@ def _newest_attempt(store: Store) -> int:
     at any time, and then its number is taken. The next save goes above it, so that it need not matter when. (A save
     that may not overwrite does not: of those, one wins.)
     """
-    aims = (intended_generation(name.split("/")[1]) for name in store.list("data/", shallow=True))
+    aims = (intended_generation(save_at(name)) for name in store.list("data/", shallow=True))
     return max((aim for aim in aims if aim is not None), default=0)
 
 
@@ -264,18 +266,25 @@ class Attempt:
         except (OSError, CheckpointError):
             return True
 
-    def _own_names(self) -> str:
-        """What all names begin with under which this process has stored something."""
-        folder = f"data/{self.aim.save_id}/"
-        return folder if self.files_of else f"{folder}{self.rank:05d}"
+    def _own_names(self) -> Iterator[str]:
+        """The names under which this process has stored something, and the signs at its files."""
+        save_id = self.aim.save_id
+        if self.files_of:
+            yield from self.store.list(f"data/{save_id}/")
+            yield from self.store.list(signs_of(save_id))
+            return
+        yield from self.store.list(f"data/{save_id}/{self.rank:05d}")
+        if self.store.traits.is_current:  # there files can have signs, of saves that saw the manifest before it went
+            yield from self.store.list(signs_of_rank(save_id, self.rank))
+            yield note_name(save_id, self.rank)
 
     def discard(self) -> None:
         """Remove what this rank wrote. A failure is logged, never raised: the next save sweeps."""
-        names = [shard_name(self.aim.save_id, rank) for rank in self.files_of or (self.rank,)]
+        names: Iterable[str] = [shard_name(self.aim.save_id, rank) for rank in self.files_of or (self.rank,)]
         try:
             if self.store.traits.part_bytes or self.keeps:
-                names = list(self.store.list(self._own_names()))
-            self.store.delete(*names)
+                names = self._own_names()
+            delete_unused(self.store, names)
         except (OSError, CheckpointError) as error:
             _log.warning(
                 "could not remove what an unfinished save left at %s; a later save will: %s", self.store.url, error

@@ -32,6 +32,8 @@ _AHEAD = 16
 _LOOKS = 16
 """How many files are opened at the same time."""
 _LOOKED_AT = 1024
+_HEAD_BYTES = 512
+"""The number of a manifest and the id of its save stand in so many bytes."""
 REMOVED = ".removed"
 """Behind a manifest's name: this generation is being removed; see `removal.py`."""
 
@@ -93,6 +95,26 @@ def is_there(store: Store, generation: int) -> bool:
 def is_current(store: Store, generation: int) -> bool:
     """Whether this generation is still the newest: it was neither replaced nor removed since it was opened."""
     return newest_generation(store) == generation and is_there(store, generation)
+
+
+def is_newest(store: Store, manifest: Manifest) -> bool:
+    """Whether the very save that made this manifest is still the newest checkpoint there. Where listings are current.
+
+    Numbers begin again some time after a removal, so the id of the save is looked for, at the start of the manifest.
+    """
+    if generations_in(store, names_at(store))[:1] != [manifest.generation]:
+        return False
+    try:
+        reader = store.reader(manifest_name(manifest.generation))
+    except FileNotFoundError:
+        return False
+    try:
+        head = read_bytes(reader, 0, min(reader.size_bytes, _HEAD_BYTES))
+        return f'"{manifest.save_id}"'.encode() in head
+    except FileNotFoundError:
+        return False
+    finally:
+        reader.close()
 
 
 def is_committed(store: Store, generation: int) -> bool:
@@ -300,7 +322,7 @@ def missing_objects(place: Store, manifest: Manifest) -> dict[int, str]:
             there[folder] = set(place_of(place, file).list(f"{manifest.name_of(file).rpartition('/')[0]}/"))
         gone = next((part.name for part in manifest.parts_of(file) if part.name not in there[folder]), "")
         if gone:
-            missing.setdefault(file.rank, gone)
+            missing.setdefault(file.rank, f"{folder}/{gone.rpartition('/')[2]}")
     return missing
 
 

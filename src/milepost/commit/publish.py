@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 
 from milepost.commit.beside import names_at
 from milepost.commit.find import (
+    REMOVED,
     can_be_opened,
     generations,
     generations_in,
@@ -22,9 +23,11 @@ from milepost.commit.find import (
     removals_in,
     was_overtaken,
 )
+from milepost.commit.signs import delete_unused
 from milepost.core.manifest import Manifest, ShardFile, generation_of, manifest_name, seal
 from milepost.core.ranks import pack_ranks
 from milepost.core.save_id import intended_generation
+from milepost.core.signs import save_at
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.read import place_of
 from milepost.errors import AlreadyExists, CheckpointError, NoReply, NotDurable, SaveConflict, StorageError
@@ -202,35 +205,57 @@ def _unseen(store: Store, manifest: Manifest) -> list[int]:
 def sweep(store: Store, manifest: Manifest, names: Collection[str] | None = None) -> None:
     """Remove older generations, and data of saves that can no longer succeed. Failures are logged, never raised.
 
-    `names`: what is at the place, if it is known.
+    Files that other steps use stay. `names`: what is at the place, if it is known.
     """
     try:
-        manifests, data = _dead(store, manifest, store.list("manifest-") if names is None else names)
-        store.delete(*manifests)
-        store.delete(*data)  # on NFS a file that a reader of this machine has open stays until it is closed
+        names = list(store.list("manifest-") if names is None else names)
+        ended = _ended_names(manifest, names)
+        markers = {name for name in ended if name.endswith(REMOVED)}
+        store.delete(*(name for name in ended if name not in markers))
+        # Now: data must not vanish while a manifest names it. On NFS, what a reader of this machine has open stays.
+        stays = delete_unused(store, _dead_data(store, manifest))
+        store.delete(*(markers - _mark(store, manifest, stays, markers)))
     except (CheckpointError, OSError) as error:
         _log.warning("could not sweep old data at %s; the next save will: %s", store.url, error)
 
 
-def _dead(store: Store, manifest: Manifest, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The names to remove: manifests, and then data. Data must not vanish while a manifest still names it."""
-    manifests: list[str] = []
+def _ended_names(manifest: Manifest, names: Iterable[str]) -> list[str]:
+    """Manifests of older generations; and temporary files, claims and markers of this one and of older ones."""
+    found: list[str] = []
     for name in names:
         number = generation_of(name)
         helper = generation_of(name.split(".json")[0] + ".json") if number is None else None
         if (number is not None and number < manifest.generation) or (
             helper or manifest.generation + 1
         ) <= manifest.generation:
-            manifests.append(name)
+            found.append(name)
+    return found
+
+
+def _dead_data(store: Store, manifest: Manifest) -> list[str]:
+    """The data of other saves, which can no longer succeed, and the signs at it."""
     # Not what lies in the folder of this save, which may be much; unless there are several others. (Some servers go on
     # listing folders that are empty, and each would cost a request.)
-    folders = [name for name in store.list("data/", shallow=True) if _is_dead_data(name, manifest)]
-    data = list(store.list(folders[0] if len(folders) == 1 else "data/")) if folders else []
-    return manifests, [name for name in data if _is_dead_data(name, manifest)]
+    dead = {save_at(name) for name in store.list("data/", shallow=True) if _is_dead_data(name, manifest)}
+    data = store.list(f"data/{next(iter(dead))}" if len(dead) == 1 else "data/") if dead else ()
+    return [name for name in data if _is_dead_data(name, manifest)]
 
 
 def _is_dead_data(name: str, manifest: Manifest) -> bool:
     """Whether a name below `data/` belongs to another save, which can no longer succeed."""
-    save_id = name.split("/")[1]
+    save_id = save_at(name)
     aimed = intended_generation(save_id)
     return aimed is not None and aimed <= manifest.generation and save_id != manifest.save_id
+
+
+def _mark(store: Store, manifest: Manifest, stays: Collection[str], markers: Collection[str]) -> set[str]:
+    """The marker by which those who remove steps find what stays of older generations; none if nothing stays."""
+    newest = max(map(save_at, stays), default="")
+    aimed = intended_generation(newest)
+    if aimed is None or aimed >= manifest.generation or not store.traits.is_current:
+        return set()
+    marker = manifest_name(aimed) + REMOVED
+    if marker not in markers:
+        with contextlib.suppress(AlreadyExists):
+            store.create(marker, newest.encode())
+    return {marker}

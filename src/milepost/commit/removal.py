@@ -22,17 +22,23 @@ appear when its data is gone. So there the marker stays for `LATE_S`: no save ge
 generation and those before it are no checkpoints, whoever creates their manifests. `forget_removal` ends that, unless
 such a manifest has come: it would be a checkpoint without data. `finish_removal` deletes it first, and the marker stays
 for as long again.
+
+Where other steps use files of the save that goes (see `signs.py`), those files stay, and the marker for as long as they
+do. `free_unused` looks at them again.
 """
 
 import logging
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import NamedTuple
 
 from milepost.commit.beside import names_at
 from milepost.commit.find import REMOVED, generations_in, is_there, newest, parse, read_manifest, removals_in
 from milepost.commit.publish import sweep
+from milepost.commit.signs import Notes, delete_ended, delete_unused, ended_data
 from milepost.core.manifest import generation_of, manifest_name
 from milepost.core.save_id import intended_generation
+from milepost.core.signs import save_at
 from milepost.data.read import read_bytes
 from milepost.errors import AlreadyExists, CheckpointDamaged, CheckpointNotFound, StorageError
 from milepost.events.operation import Operation, operating, phasing
@@ -46,16 +52,23 @@ LATE_S = 3600.0
 """A request that was sent so long ago takes effect no more: S3 and Azure refuse one after 15 minutes."""
 
 
-def remove_checkpoint(place: Store, *, step: int | None = None) -> str:
+class Removal(NamedTuple):
+    """What a removal left: its marker, which stays in an object store, and whether it left data that others use."""
+
+    marker: str
+    leaves_data: bool
+
+
+def remove_checkpoint(place: Store, *, step: int | None = None) -> Removal:
     """Remove the checkpoint at `place`, in the order that the module describes. Raises StorageError if it is in use.
 
-    Gives the name of the marker, which stays in an object store; see `forget_removal`. `step`: for those who listen.
+    What is left: see `forget_removal` and `free_unused`. `step`: for those who listen.
     """
     with operating("remove", place.url, step=step) as operation, phasing("removing"):
         return _remove(place, operation)
 
 
-def _remove(place: Store, operation: Operation) -> str:
+def _remove(place: Store, operation: Operation) -> Removal:
     generation, data, _, names = newest(place)
     manifest = parse(place.url, generation, data)
     sweep(place, manifest, names)
@@ -66,11 +79,12 @@ def _remove(place: Store, operation: Operation) -> str:
         raise StorageError(f"{place.url} is being saved to, or older manifests there cannot be deleted; it stays")
     marker = _mark(place, generation, manifest.save_id)
     if place.traits.is_current:  # the manifest is the one that was read: its number is not used again
-        _clear(place, manifest_name(generation), f"data/{manifest.save_id}/")
+        place.delete(manifest_name(generation))
+        leaves_data = delete_ended(place, generation)
     else:
-        finish_removal(place, [marker])
+        leaves_data = finish_removal(place, [marker])
     operation.remove(generation, sum(file.size_bytes for file in manifest.files))
-    return marker
+    return Removal(marker, leaves_data)
 
 
 def _mark(place: Store, generation: int, save_id: str) -> str:
@@ -89,14 +103,14 @@ def _mark(place: Store, generation: int, save_id: str) -> str:
     raise StorageError(f"{place.url} cannot be removed: what is created there is gone at once")
 
 
-def remove_unfinished(place: Store, *, step: int | None = None) -> str | None:
+def remove_unfinished(place: Store, *, step: int | None = None) -> Removal | None:
     """Remove the data of saves that never finished, where there is no checkpoint. No save may be under way there.
 
-    Gives the name of the marker that stays in an object store: a manifest of theirs that comes late is no checkpoint.
-    `step`: for those who listen.
+    The marker stays in an object store: a manifest of theirs that comes late is no checkpoint. `step`: for those who
+    listen. None where there is nothing to remove.
     """
     names = names_at(place)
-    aims = {name: intended_generation(name.split("/")[1]) or 0 for name in place.list("data/")}
+    aims = {name: intended_generation(save_at(name)) or 0 for name in place.list("data/")}
     data = [name for name, aim in aims.items() if aim]
     if not data or generations_in(place, names) or removals_in(names):
         return None
@@ -107,22 +121,32 @@ def remove_unfinished(place: Store, *, step: int | None = None) -> str | None:
     with operating("remove", place.url, step=step), phasing("removing"):
         if place.traits.is_current:
             with suppress(AlreadyExists):  # by a request whose reply was lost, or another job removes it too
-                place.create(marker, newest_data.split("/")[1].encode())
+                place.create(marker, save_at(newest_data).encode())
+            # Listed anew: one of these saves may have been committed late, and been the base of another, until now.
+            leaves_data = delete_ended(place, aims[newest_data])
         else:  # a manifest that was taken back must not come back after a power cut, when its data is gone
             place.delete(f"{marker}.none", durable=True)
-        place.delete(*data, *(name for name in names if name.startswith("manifest-")))
-    return marker
+            leaves_data = bool(delete_unused(place, data))
+        place.delete(*(name for name in names if name.startswith("manifest-")))
+    return Removal(marker, leaves_data)
+
+
+def free_unused(place: Store, markers: Iterable[str], notes: Notes) -> bool:
+    """Delete what removals left because other steps used it, if none does now. Whether some of it stays."""
+    generations = (generation_of(marker.removesuffix(REMOVED)) for marker in markers)
+    return delete_ended(place, max(number or 0 for number in generations), notes)
 
 
 def forget_removal(place: Store, marker: str) -> None:
     """Delete the marker of a removal in an object store, which was finished at least `LATE_S` ago.
 
-    Not if a manifest that it ends has come late: see `finish_removal`.
+    Not if a manifest that it ends has come late, see `finish_removal`; and not while data stays that other steps use.
     """
     save_id, generation = _marked(place, marker), generation_of(marker.removesuffix(REMOVED))
     if save_id is None or generation is None or intended_generation(save_id) != generation:
         return
-    if not _ended(place, generation):
+    names = names_at(place)
+    if not _ended(names, generation) and not ("data/" in names and ended_data(place, generation)):
         place.delete(marker)
 
 
@@ -131,15 +155,16 @@ def remove_all_generations(place: Store) -> None:
     numbers = generations_in(place, names_at(place))
     for number in reversed(numbers):  # the newest last: an older one must not become the checkpoint
         place.delete(manifest_name(number), durable=number == numbers[0])
-    aims = {name: intended_generation(name.split("/")[1]) for name in place.list("data/")}
-    place.delete(*(name for name, aim in aims.items() if aim is not None and numbers and aim <= numbers[0]))
+    if numbers:
+        delete_ended(place, numbers[0])
 
 
-def finish_removal(place: Store, markers: Iterable[str]) -> None:
+def finish_removal(place: Store, markers: Iterable[str]) -> bool:
     """Finish the removals that these markers stand for. May run twice, and in two jobs at once.
 
-    In an object store the markers stay; see `forget_removal`.
+    In an object store the markers stay; see `forget_removal`. Whether data stays that other steps use.
     """
+    leaves_data = False
     for marker in markers:
         generation = generation_of(marker.removesuffix(REMOVED))
         save_id = _marked(place, marker)
@@ -147,30 +172,36 @@ def finish_removal(place: Store, markers: Iterable[str]) -> None:
             continue
         if intended_generation(save_id) != generation:
             _log.warning("%s/%s is not a marker of Milepost, and is ignored", place.url, marker)
-            continue
-        if place.traits.is_current:
-            place.delete(*_ended(place, generation))
-            place.delete(*place.list(f"data/{save_id}/"))
-            continue
-        # Durably: a power cut that brought back a manifest without its data would leave a step that is listed and
-        # cannot be loaded. Also if the manifest is gone already: the process that deleted it may have died before the
-        # sync. Then an unused name is deleted, for its sync.
-        belongs = _belongs(place, generation, save_id)
-        _clear(place, manifest_name(generation) if belongs else f"{marker}.none", f"data/{save_id}/")
-        place.delete(*place.list(f"{marker}."))
+        elif place.traits.is_current:
+            place.delete(*_ended(names_at(place), generation))
+            leaves_data |= delete_ended(place, generation)
+        else:
+            leaves_data |= _finish_durably(place, marker, generation, save_id)
+    return leaves_data
+
+
+def _finish_durably(place: Store, marker: str, generation: int, save_id: str) -> bool:
+    """Delete the manifest and the data of a save in a folder, and then the marker. Whether data stays, and the marker.
+
+    Durably: a power cut that brought back a manifest without its data would leave a step that is listed and cannot be
+    loaded. Also if the manifest is gone already: the process that deleted it may have died before the sync. Then an
+    unused name is deleted, for its sync.
+    """
+    belongs = _belongs(place, generation, save_id)
+    place.delete(manifest_name(generation) if belongs else f"{marker}.none", durable=True)
+    # Signs are in a folder that is a copy of one in an object store.
+    data = [name for name in place.list(f"data/{save_id}") if save_at(name) == save_id]
+    leaves_data = bool(delete_unused(place, data))
+    place.delete(*place.list(f"{marker}."))
+    if not leaves_data:
         place.delete(marker)
+    return leaves_data
 
 
-def _ended(place: Store, generation: int) -> list[str]:
-    """The manifests at a place that the marker of this generation ends: of this one, and of those before it."""
-    numbers = {name: generation_of(name) for name in names_at(place)}
+def _ended(names: Iterable[str], generation: int) -> list[str]:
+    """The manifests among these names that the marker of this generation ends: of this one, and of those before it."""
+    numbers = {name: generation_of(name) for name in names}
     return [name for name, number in numbers.items() if number is not None and number <= generation]
-
-
-def _clear(place: Store, manifest: str, data: str) -> None:
-    """Delete a manifest, durably, and then the data that it names."""
-    place.delete(manifest, durable=True)
-    place.delete(*place.list(data))
 
 
 def _marked(place: Store, marker: str) -> str | None:

@@ -7,7 +7,7 @@ whose checksums the table of the base has. What looks equal there is hashed as a
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -68,6 +68,20 @@ class Reused:
 NOTHING = Reused({}, ())
 
 
+class KeepTarget(Protocol):
+    """The save that goes on using files of its base."""
+
+    @property
+    def store(self) -> Store:
+        """Where it saves to."""
+
+    def keep(self, source: Store, base: Manifest, files: Sequence[tuple[ShardFile, int]]) -> Sequence[OlderFile | None]:
+        """Keep these files of the base for this save; each comes with how many of its bytes are used.
+
+        Gives the row of each for the manifest, or None for one that cannot be kept: then its data is written again.
+        """
+
+
 class ReuseBase:
     """The checkpoint that a save is based on, as one rank sees it."""
 
@@ -76,6 +90,7 @@ class ReuseBase:
         self.where, self._files = store.url, Files(store, manifest)
         self._tensors = {tensor.key: tensor for tensor in manifest.tensors}
         self._writers = {file.rank for file in manifest.files}
+        self._numbers: dict[FileId, int] = {}
 
     def choose(
         self,
@@ -84,7 +99,7 @@ class ReuseBase:
         rules: ReuseRules,
         transfer: Transfer,
         meter: Meter,
-        target: "LinkTarget",
+        target: KeepTarget,
     ) -> Reused:
         """The entries that are in the base already, and that the new save keeps there.
 
@@ -117,6 +132,8 @@ class ReuseBase:
         if digest is None:
             return None
         number = self._files.number_of(rank, name)
+        # One that several ranks of the base use has several rows there. Here it gets one.
+        number = self._numbers.setdefault(id_of(self._files.record(number), self._manifest), number)
         file = self._files.of(number)
         held = file.header.entries.get(name)
         if held is None or held.dtype != dtype.stored_as or held.shape != (*entry.header.shape, *dtype.inner):
@@ -144,15 +161,14 @@ class ReuseBase:
         own = {n: file for n, file in records.items() if id_of(file, self._manifest).writer == self._rank}
         return {number: self._manifest.parts_of(file).data_bytes for number, file in own.items()}
 
-    def _kept(self, chosen: Mapping[str, Reusable], target: "LinkTarget") -> Reused:
+    def _kept(self, chosen: Mapping[str, Reusable], target: KeepTarget) -> Reused:
         """The entries whose files could be kept for the new save."""
-        rows = {}
-        for number, size in used_of(chosen).items():
-            row = target.keep(self._store, self._manifest, self._files.record(number), size)
-            if row is None:
-                _log.info("%s: no file of %s can be kept, so its data is written again", target.store.url, self.where)
-                break
-            rows[number] = row
+        used = used_of(chosen)
+        files = [(self._files.record(number), size) for number, size in used.items()]
+        kept = target.keep(self._store, self._manifest, files) if files else []
+        rows = {number: row for number, row in zip(used, kept, strict=True) if row is not None}
+        if len(rows) < len(used):
+            _log.info("%s: not all files of %s can be kept; that data is written", target.store.url, self.where)
         ids = {number: FileId(row.save_id, row.writer) for number, row in rows.items()}
         entries = {name: KeptEntry(ids[one.number], one.digest) for name, one in chosen.items() if one.number in ids}
         return Reused(entries, tuple(rows.values()))
@@ -166,14 +182,21 @@ class LinkTarget:
     save_id: str
     rank: int
 
-    def keep(self, source: Store, base: Manifest, record: ShardFile, used_bytes: int) -> OlderFile | None:
-        """Give a file of the base a name of this save. None where that cannot be: then its data is written again."""
-        row = older_file(record, base, self.rank, used_bytes)
+    def keep(self, source: Store, base: Manifest, files: Sequence[tuple[ShardFile, int]]) -> Sequence[OlderFile | None]:
+        """See `KeepTarget`. Where one cannot have a second name, those after it are not tried."""
+        rows: list[OlderFile | None] = [None] * len(files)
+        for at, (record, used_bytes) in enumerate(files):
+            row = older_file(record, base, self.rank, used_bytes)
+            if not self._link(source, base, record, row):
+                break
+            rows[at] = row
+        return rows
+
+    def _link(self, source: Store, base: Manifest, record: ShardFile, row: OlderFile) -> bool:
         name = older_name(self.save_id, self.rank, row.save_id, row.writer)
         there, parts = place_of(source, record), base.parts_of(record)
         suffixes = [part.name.removeprefix(parts.name) for part in parts]
-        made = all(link(self.store, name + suffix, there, parts.name + suffix) for suffix in suffixes)
-        return row if made else None
+        return all(link(self.store, name + suffix, there, parts.name + suffix) for suffix in suffixes)
 
 
 class _Candidate(NamedTuple):

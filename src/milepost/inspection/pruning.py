@@ -71,7 +71,7 @@ def plan_pruning(path: Location, rule: Rule, *, unfinished: bool = False, names:
         steps=tuple(steps),
         removed=tuple(sorted(doomed)),
         unfinished=tuple(n for n, step in sorted(known.items()) if step.state == "unfinished" and unfinished),
-        cut_short=tuple(n for n, step in sorted(known.items()) if step.state == "removed"),
+        cut_short=tuple(n for n, step in sorted(known.items()) if step.state == "removed" and not step.used_by),
         freed_bytes=sum(step.file_bytes or 0 for step in steps if not step.keep),
     )
 

@@ -17,6 +17,7 @@ import msgspec
 from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
 from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.commit.signs import users_of
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, unseal_brief
 from milepost.core.save_id import intended_generation
@@ -61,6 +62,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     there and have the right size; with "manifest", they were too many to look for; with "names", another library's
     checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `new_bytes`: those of them that its own
     save wrote; `file_bytes`: all files. None: not known.
+    `used_by`: the folders of the steps that use data of one that was removed.
     `kept`: why the rule of the run keeps it. `verified`: when `milepost verify --record` last read all of it.
     """
 
@@ -82,6 +84,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     kept: tuple[str, ...] = ()
     timings: tuple[PhaseTime, ...] = ()
     verified: str | None = None
+    used_by: tuple[str, ...] = ()
 
 
 class PlaceSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -341,9 +344,12 @@ def _other(place: Store, name: str, names: frozenset[str]) -> _Inspected | None:
     if "data/" not in names or not _has_attempts(place):
         return None
     if removals_in(names):
-        if next(iter(place.list("data/")), None) is None:
+        left = list(place.list("data/"))
+        if not left:
             return None  # it was removed, and only the marker is left, for those whose listing is old
-        return _Inspected(_step(place, name, state="removed", reason="it is being removed"), place)
+        users = tuple(users_of(place, left))
+        reason = f"removed; its data is used by {', '.join(users)}" if users else "it is being removed"
+        return _Inspected(_step(place, name, state="removed", reason=reason, used_by=users), place)
     return _Inspected(_step(place, name, state="unfinished", reason=_NEVER_FINISHED), place)
 
 

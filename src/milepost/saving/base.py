@@ -3,17 +3,19 @@
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import msgspec
 import xxhash
 
 from milepost.commit.attempt import Attempt
-from milepost.commit.find import find, parse, read_manifest
+from milepost.commit.find import find, is_newest, parse, read_manifest
+from milepost.commit.signs import SignTarget
 from milepost.core.box import Box
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import Manifest, unseal_brief
-from milepost.data.reuse import NOTHING, LinkTarget, ReuseBase, Reused, ReuseRules
+from milepost.data.reuse import NOTHING, KeepTarget, LinkTarget, ReuseBase, Reused, ReuseRules
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import EntryToWrite
 from milepost.errors import CheckpointError, CheckpointNotFound
@@ -104,8 +106,16 @@ def reuse(
         return NOTHING
     if manifest is None:
         return NOTHING  # it was replaced or removed since the coordinator saw it
-    target = LinkTarget(attempt.store, attempt.aim.save_id, attempt.rank)
+    target = _target(attempt, manifest)
     return ReuseBase(store, manifest, attempt.rank).choose(*entries, rules, transfer, meter, target)
+
+
+def _target(attempt: Attempt, base: Manifest) -> KeepTarget:
+    """How this kind of store keeps files of the base: it has second names for them, or they get signs."""
+    name = attempt.store, attempt.aim.save_id, attempt.rank
+    if not attempt.store.traits.is_current:
+        return LinkTarget(*name)
+    return SignTarget(*name, partial(is_newest, manifest=base))
 
 
 def _manifest(store: Store, aim: BaseAim) -> Manifest | None:

@@ -12,7 +12,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from milepost.commit.find import look_whole, newest, newest_generation, parse, read_manifest
-from milepost.commit.removal import LATE_S, finish_removal, forget_removal, remove_checkpoint, remove_unfinished
+from milepost.commit.removal import (
+    LATE_S,
+    finish_removal,
+    forget_removal,
+    free_unused,
+    remove_checkpoint,
+    remove_unfinished,
+)
+from milepost.commit.signs import Notes
 from milepost.core.manifest import Manifest
 from milepost.core.option_values import check_values
 from milepost.core.statistics import Health
@@ -51,6 +59,8 @@ class Shelf:
         self._notes: dict[tuple[int, int], _StepNotes] = {}
         self._left_alone: set[str] = set()
         self._removed: dict[int, tuple[float, Sequence[str]]] = {}
+        self._used: dict[int, Sequence[str]] = {}
+        """The markers of removals that left data which other steps used."""
 
     def place(self, step: int) -> Store:
         """The store into which a step is saved."""
@@ -70,6 +80,9 @@ class Shelf:
 
     def newest_own(self) -> str | None:
         """The name of the folder of the newest step that is no other program's; None without any."""
+        found = self._survey.newest()
+        if found is not None and self._patterns.own.step(found[1]) == found[0]:
+            return found[1]  # the usual case, which asks few folders
         step = max(self._survey.committed(), default=None)
         return None if step is None else self._patterns.own.name(step)
 
@@ -132,12 +145,16 @@ class Shelf:
 
         First, removals that were cut short are finished. Nothing is removed unless the newest step that remains is
         whole (see `look_whole`). Steps that are not whole do not count, and stay. Raises CheckpointDamaged if `saved`
-        itself is not whole. A step that cannot be removed is logged.
+        itself is not whole. A step that cannot be removed is logged. At last, data goes that was left because other
+        steps used it, and that none uses now.
         """
         self._survey.forget(saved)
         self._removed.pop(saved, None)
         self.finish()
-        return [step for step in self._doomed(rule, self._survey.remembered(), saved) if self._try_to_remove(step)]
+        doomed = self._doomed(rule, self._survey.remembered(), saved)
+        removed = [step for step in doomed if self._try_to_remove(step)]
+        self._free_unused()
+        return removed
 
     def doomed(self, rule: Rule) -> list[int]:
         """The steps that `prune` would remove. Looks only."""
@@ -146,7 +163,9 @@ class Shelf:
     def prune(self, rule: Rule) -> list[int]:
         """Remove what the rule does not keep, as `retain` does, where nothing was just saved."""
         self.finish()
-        return [step for step in self.doomed(rule) if self._try_to_remove(step)]
+        removed = [step for step in self.doomed(rule) if self._try_to_remove(step)]
+        self._free_unused()
+        return removed
 
     def _doomed(self, rule: Rule, committed: Mapping[int, int], saved: int | None) -> list[int]:
         scores = self._scored(committed, rule.best if rule.keep_best else None)
@@ -197,25 +216,39 @@ class Shelf:
         """Finish the removals that were cut short. Failures are logged."""
         for step, markers in self._survey.markers().items():
             try:
-                finish_removal(self.place(step), markers)
+                leaves_data = finish_removal(self.place(step), markers)
             except (CheckpointError, OSError) as error:
                 self._say_once(step, f"is removed, but not all of its data could be deleted: {error}")
             else:
-                self._was_removed(step, markers)
+                self._was_removed(step, markers, leaves_data=leaves_data)
         self._forget_removals()
+
+    def _free_unused(self) -> None:
+        """Delete data that removals left because other steps used it, if none does now. Failures are logged."""
+        notes = Notes(self.root)
+        for step, markers in list(self._used.items()):
+            try:
+                if not free_unused(self.place(step), markers, notes):
+                    del self._used[step]
+            except (CheckpointError, OSError) as error:
+                self._say_once(step, f"is removed, but not all of its data could be deleted: {error}")
 
     def remove_unfinished(self) -> list[int]:
         """Remove the data of saves that never finished, in folders without a checkpoint, and say of which steps."""
         removed = []
         for step in self._survey.unfinished():
-            marker = remove_unfinished(self.place(step), step=step)
-            if marker is not None:
-                self._was_removed(step, [marker])
+            found = remove_unfinished(self.place(step), step=step)
+            if found is not None:
+                self._was_removed(step, [found.marker], leaves_data=found.leaves_data)
                 removed.append(step)
+        self._free_unused()
         return removed
 
-    def _was_removed(self, step: int, markers: Sequence[str]) -> None:
-        """Remember when a removal was finished, where its marker stays for some time."""
+    def _was_removed(self, step: int, markers: Sequence[str], *, leaves_data: bool) -> None:
+        """Remember when a removal was finished, where its marker stays for some time; and whether it left data."""
+        self._used.pop(step, None)
+        if leaves_data:
+            self._used[step] = markers
         if markers and self.root.traits.is_current:
             self._survey.rest(step)
             self._removed[step] = (time.monotonic(), markers)
@@ -279,6 +312,7 @@ class Shelf:
         others = self._survey.others(checked_step(step))
         if not others:
             self._remove_own(step)
+            self._free_unused()
             return
         place = self.within(self.folder_of(step))
         if not others[0].ours:
@@ -286,9 +320,9 @@ class Shelf:
         remove_checkpoint(place, step=step)
 
     def _remove_own(self, step: int) -> None:
-        marker = remove_checkpoint(self.place(step), step=step)
+        found = remove_checkpoint(self.place(step), step=step)
         self._survey.forget(step)
-        self._was_removed(step, [marker])
+        self._was_removed(step, [found.marker], leaves_data=found.leaves_data)
         self._notes = {key: value for key, value in self._notes.items() if key[0] != step}
 
     def _say_once(self, step: int, text: str) -> None:

@@ -6,7 +6,7 @@ from milepost.errors import InvalidRequest
 from milepost.store.base import Store
 from milepost.store.local import LocalStore
 from milepost.store.memory import MemoryStore
-from milepost.store.prefixed import Within
+from milepost.store.prefixed import Within, innermost
 
 S = TypeVar("S", LocalStore, MemoryStore)
 
@@ -31,6 +31,13 @@ def beside(store: Store, name: str) -> Store:
             f"{store.url} uses data of {name!r} beside it, and it cannot be told what is beside it. Open it by its path"
         )
     return Within(found[0], name)
+
+
+def are_one(one: Store, other: Store) -> bool:
+    """Whether two stores are the same place."""
+    (one, name), (other, other_name) = innermost(one, "-"), innermost(other, "-")
+    same = one is other or (not isinstance(one, MemoryStore) and type(one) is type(other) and one.url == other.url)
+    return same and name == other_name
 
 
 def link(target: Store, name: str, source: Store, source_name: str) -> bool:
