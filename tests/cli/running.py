@@ -18,7 +18,7 @@ from pathlib import Path
 from milepost.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 ESCAPE = "\x1b"
 
 

