@@ -44,8 +44,23 @@ class HeldEntry(msgspec.Struct, frozen=True, kw_only=True):
     ranks: str = ""
 
 
+class ReusedData(msgspec.Struct, frozen=True):
+    """What an incremental save did not write again: so many bytes of data, in so many files of earlier saves.
+
+    `saves`: how many saves these are of; `oldest_age`: how many saves ago the oldest of them was.
+    """
+
+    data_bytes: int
+    files: int
+    saves: int
+    oldest_age: int
+
+
 class CheckpointContents(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `data_bytes`: all tensors; `file_bytes`: all files. `entries`: in the order of the state."""
+    """One checkpoint. `data_bytes`: all tensors; `file_bytes`: all files. `entries`: in the order of the state.
+
+    `older`: what lies in files of earlier saves; None where nothing does.
+    """
 
     url: str
     format: str
@@ -62,10 +77,11 @@ class CheckpointContents(msgspec.Struct, frozen=True, kw_only=True):
     timings: tuple[PhaseTime, ...]
     statistics: tuple[TensorStatistics, ...]
     entries: tuple[HeldEntry, ...]
+    older: ReusedData | None = None
 
 
 class BoxInFile(msgspec.Struct, frozen=True):
-    """One box of a tensor, the rank that wrote it, its file, and the name of the entry in that."""
+    """One box of a tensor, the rank that saved it, its file, which may be of an earlier save, and the name in that."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -111,6 +127,18 @@ def contents_of(checkpoint: Checkpoint) -> CheckpointContents:
         timings=manifest.timings,
         statistics=manifest.statistics,
         entries=tuple(_entries(manifest)),
+        older=_reused(manifest),
+    )
+
+
+def _reused(manifest: Manifest) -> ReusedData | None:
+    if not manifest.older:
+        return None
+    return ReusedData(
+        data_bytes=sum(file.used_bytes for file in manifest.older),
+        files=len(manifest.older),
+        saves=len({file.save_id for file in manifest.older}),
+        oldest_age=max(file.age for file in manifest.older),
     )
 
 
