@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.cli.bad_places import flip
 from tests.cli.conftest import save_run
-from tests.cli.running import fine, milepost, on_terminal
-from tests.cli.test_ls import rows
-from tests.cli.test_verify import flip
+from tests.cli.running import fine, milepost, on_terminal, rows
 
 WORD = 50_000 * 4
 """What never changes, in bytes."""

@@ -1,6 +1,6 @@
 """What one checkpoint holds: its tree, tensors, layouts, values and metadata. Reads the manifest, and no data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -10,7 +10,7 @@ from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.history import PhaseTime
 from milepost.core.layout import Boxes, Grid, Layout, Whole
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import Manifest, OlderFile, Tensor
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import LEAVES, Node, is_dict
@@ -127,18 +127,19 @@ def contents_of(checkpoint: Checkpoint) -> CheckpointContents:
         timings=manifest.timings,
         statistics=manifest.statistics,
         entries=tuple(_entries(manifest)),
-        older=_reused(manifest),
+        older=reused_of(manifest.older),
     )
 
 
-def _reused(manifest: Manifest) -> ReusedData | None:
-    if not manifest.older:
+def reused_of(older: Sequence[OlderFile]) -> ReusedData | None:
+    """What lies in these files of earlier saves; None without any."""
+    if not older:
         return None
     return ReusedData(
-        data_bytes=sum(file.used_bytes for file in manifest.older),
-        files=len(manifest.older),
-        saves=len({file.save_id for file in manifest.older}),
-        oldest_age=max(file.age for file in manifest.older),
+        data_bytes=sum(file.used_bytes for file in older),
+        files=len(older),
+        saves=len({file.save_id for file in older}),
+        oldest_age=max(file.age for file in older),
     )
 
 
