@@ -46,3 +46,10 @@ def made(what, tmp_path):
         shard = next(place.rglob("*.safetensors"))
         os.truncate(shard, shard.stat().st_size // 2)
     return place
+
+
+def flip(path, at):
+    """Change one bit of the data at this place."""
+    data = bytearray(path.read_bytes())
+    data[int.from_bytes(data[:8], "little") + 8 + at] ^= 1
+    path.write_bytes(data)

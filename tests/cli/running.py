@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import select
 import struct
 import subprocess
@@ -18,7 +19,7 @@ from pathlib import Path
 from milepost.cli.app import main
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0
+LIMIT_S = 120.0
 ESCAPE = "\x1b"
 
 
@@ -66,6 +67,18 @@ def refused(status, *arguments):
     assert done.err.count("\n") == 1
     assert done.err.endswith("\n")
     return done.err.removeprefix("milepost: ").strip()
+
+
+def rows(out):
+    """The rows of a table by its first column, each as a dict by title."""
+    titles = [(found[0], found.start()) for found in re.finditer(r"[A-Z]+(?: [A-Z]+)*", out.splitlines()[0])]
+    ends = {title: place + len(title) for title, place in titles}
+    found = {}
+    for line in out.splitlines()[1:]:
+        words = re.split(r"  +", line.strip())
+        if words[0].isdigit():
+            found[int(words[0])] = words[1:]
+    return list(ends), found
 
 
 def environment(**further):

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import jsonschema
@@ -86,9 +87,11 @@ def test_damaged_step_ends_with_its_own_status(run, tmp_path):
 
 
 def test_ctrl_c_leaves_nothing_that_looks_whole(run, tmp_path):
+    ended = threading.Event()
+
     def stall(handler):
         if ".safetensors" in handler.path:
-            time.sleep(20)
+            ended.wait(120)
         return False
 
     with Web(run / step_name(20)) as web:
@@ -98,12 +101,11 @@ def test_ctrl_c_leaves_nothing_that_looks_whole(run, tmp_path):
         deadline = time.monotonic() + 60
         while not any(".safetensors" in one for one in web.requests) and time.monotonic() < deadline:
             time.sleep(0.01)
-        began = time.monotonic()
         process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=60)  # it does not wait for the server, which says nothing until then
+        ended.set()
     assert process.returncode == 130, err
     assert (out, err.strip()) == ("", "")
-    assert time.monotonic() - began < 15
     assert not list(tmp_path.glob("copy/manifest-*"))
 
 

@@ -10,22 +10,10 @@ import torch.distributed.checkpoint as dcp
 import milepost as library
 from milepost.core.manifest import manifest_name
 from tests.cli.conftest import save_run
-from tests.cli.running import fine, milepost, on_terminal, refused
+from tests.cli.running import fine, milepost, on_terminal, refused, rows
 from tests.steps.numbered import files_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-
-
-def rows(out):
-    """The rows of a table by its first column, each as a dict by title."""
-    titles = [(found[0], found.start()) for found in re.finditer(r"[A-Z]+(?: [A-Z]+)*", out.splitlines()[0])]
-    ends = {title: place + len(title) for title, place in titles}
-    found = {}
-    for line in out.splitlines()[1:]:
-        words = re.split(r"  +", line.strip())
-        if words[0].isdigit():
-            found[int(words[0])] = words[1:]
-    return list(ends), found
 
 
 def test_steps_are_listed_with_metrics_and_reasons(run):

@@ -10,7 +10,7 @@ import pytest
 from milepost.cli.app import COMMANDS
 from milepost.cli.statuses import Status
 from milepost.version import __version__
-from tests.cli.running import ROOT, environment, fine, milepost, process, refused
+from tests.cli.running import LIMIT_S, ROOT, environment, fine, milepost, process, refused
 
 COMPLETED = {"bash": ("BASH_VERSION", "plain,"), "zsh": ("compdef", "plain\n"), "fish": ("complete", "plain,")}
 LIGHT = ("ls", "show", "verify", "diff", "stats", "explain", "prune")
@@ -104,7 +104,7 @@ def test_completion_script_is_one_that_the_shell_takes(shell):
     assert f"{shell}_complete" in script
     assert "_MILEPOST_COMPLETE" in script
     if shell == "bash":
-        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=20)
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True, timeout=LIMIT_S)
 
 
 def completed(words, **further):

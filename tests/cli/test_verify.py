@@ -11,17 +11,11 @@ import torch
 import milepost as library
 from milepost.core.limits import BLOCK_BYTES
 from milepost.core.manifest import manifest_name
-from tests.cli.running import command, environment, fine, milepost, on_terminal, process, refused
+from tests.cli.bad_places import flip
+from tests.cli.running import LIMIT_S, command, environment, fine, milepost, on_terminal, process, refused
 from tests.steps.numbered import files_of
 
 SHOW_CURSOR = "\x1b[?25h"
-
-
-def flip(path, at):
-    """Change one bit of the data at this place."""
-    data = bytearray(path.read_bytes())
-    data[int.from_bytes(data[:8], "little") + 8 + at] ^= 1
-    path.write_bytes(data)
 
 
 def test_whole_run_is_told_step_by_step(run):
@@ -49,7 +43,7 @@ def test_each_damaged_block_is_named_by_file_tensor_and_box(copied):
     assert boxes == {"model.frozen[0:50000]", "model.w[0:120, 0:256]", "model.w[120:240, 0:256]"}
     found = milepost("verify", place, "--json").json["checkpoints"][0]["damages"]
     assert len(found) == 3
-    assert {"key": "model.w", "offset": [120, 0], "shape": [120, 256]} in found[2]["boxes"]
+    assert {"key": "model.w", "offset": [120, 0], "shape": [120, 256], "used": True} in found[2]["boxes"]
 
 
 @pytest.mark.parametrize(
@@ -160,11 +154,12 @@ def test_bar_is_drawn_on_a_terminal_only(large):
 
 @pytest.mark.slow
 def test_ctrl_c_ends_it_at_once_and_quietly(large):
-    line = command("verify", *[large] * 40)
+    line = command("verify", *[large] * 400)
     with subprocess.Popen(
         line, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as running:
         assert running.stdout.readline().startswith("whole")
         running.send_signal(signal.SIGINT)
-        _, err = running.communicate(timeout=20)
+        out, err = running.communicate(timeout=LIMIT_S)
     assert (running.returncode, err.strip()) == (130, "")
+    assert out.count("\n") < 399, "it did not read them all first"

@@ -194,7 +194,7 @@ def test_of_two_copies_to_one_place_one_wins(tmp_path, store_of):
     class Together(CountingStore):
         def before(self, number, call):
             if call.startswith("create manifest"):
-                start.wait(20)
+                start.wait(60)
 
     def run(name):
         try:

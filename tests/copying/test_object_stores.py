@@ -93,7 +93,7 @@ def test_byte_that_always_arrives_changed_is_named(seaweed, s3_proxy, tmp_path):
 @pytest.mark.slow
 def test_commit_without_a_reply_is_told_and_the_same_call_works(seaweed, s3_proxy, tmp_path):
     milepost.save(STATE, tmp_path / "a")
-    with seaweed.place(s3_proxy.endpoint, patience_s="2", timeout_s="1") as url:
+    with seaweed.place(s3_proxy.endpoint, patience_s="12", timeout_s="6") as url:
         s3_proxy.set_rules(Rule("late", "PUT", path="manifest-", times=None))
         with pytest.raises(NoReply, match="not known"):
             milepost.copy(tmp_path / "a", below(url, "a"))

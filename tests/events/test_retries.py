@@ -16,7 +16,7 @@ def test_retries_belong_to_the_operation_they_delay(seaweed, s3_proxy, monkeypat
     monkeypatch.setattr(retry, "FIRST_PAUSE_S", 0.01)
     state = {"w": torch.zeros(6 << 20)}
     with seaweed.place(s3_proxy.endpoint) as url, listening() as heard:
-        store = CloudStore(url, CloudOptions(patience_s=5, timeout_s=2))
+        store = CloudStore(url, CloudOptions(patience_s=120, timeout_s=60))
         s3_proxy.set_rules(Rule("answer", kind="PUT", path="data", status=503, code="SlowDown", times=3))
         milepost.save(state, store)
         s3_proxy.set_rules(Rule("answer", kind="GET", path="data", status=500, code="InternalError", times=2))

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser import soon
+
 AXE = Path(__file__).parents[2] / ".venv" / "axe" / "node_modules" / "axe-core" / "axe.min.js"
 TABS = ("timeline", "tensors", "layout", "statistics", "changes")
 FOCUSED = """() => {
@@ -26,20 +28,24 @@ def test_axe_finds_nothing_wrong(new_tab, show, run, scheme, width):
     page.evaluate(AXE.read_text())
     for tab in TABS:
         page.click(f"#tab-{tab}")
+        assert soon(page.is_visible, f"#panel-{tab}")
         page.locator(".list-row:visible").nth(1).click()
         found = page.evaluate("axe.run(document, {resultTypes: ['violations']}).then(all => all.violations)")
         assert [(one["id"], one["nodes"][0]["html"]) for one in found] == [], tab
 
 
 @pytest.mark.parametrize("tab_", TABS)
-def test_each_stop_of_the_tab_key_has_a_name_and_a_ring(show, run, tab_):
+def test_each_stop_of_the_tab_key_has_a_name_and_a_ring(show, tab, run, tab_):
     page = show(run)
     place = page.url.partition("#")[0]
     page.goto("about:blank")
     page.goto(f"{place}#part={tab_}")
+    tab.until("document.documentElement.dataset.ready === 'true'")
     stops = []
     for _ in range(60):
+        page.evaluate("() => { window.before = document.activeElement; }")
         page.keyboard.press("Tab")
+        assert soon(page.evaluate, "window.before !== document.activeElement")
         stop = page.evaluate(FOCUSED)
         if stop is None or (stops and stop == stops[0]):
             break
@@ -57,32 +63,34 @@ def test_lists_and_charts_have_roles_and_names(show, run):
     page = show(run)
     for tab in TABS:
         page.click(f"#tab-{tab}")
+        assert soon(page.is_visible, f"#panel-{tab}")
     wrong = page.evaluate(
         """[...document.querySelectorAll('.chart, [role=grid], [role=treegrid]')]
         .filter(one => !one.getAttribute('role') || !one.getAttribute('aria-label')).map(one => one.id)"""
     )
     assert wrong == []
-    assert page.locator("#tree").get_attribute("role") == "treegrid"
+    assert soon(page.locator("#tree").get_attribute, "role") == "treegrid"
     page.click("#tab-tensors")
     row = page.locator("#tree .list-row").nth(2)
-    assert row.get_attribute("aria-level") == "2"
-    assert row.get_attribute("aria-expanded") == "true"
-    assert int(page.get_attribute("#tree", "aria-rowcount")) > 5
+    assert soon(row.get_attribute, "aria-level") == "2"
+    assert soon(row.get_attribute, "aria-expanded") == "true"
+    assert soon(lambda: int(page.get_attribute("#tree", "aria-rowcount")) > 5)
 
 
 def test_what_is_picked_is_said(show, run):
     page = show(run)
     page.select_option("#step-select", label="300 (unhealthy)")
-    assert page.inner_text("#status") == "Step 300, unhealthy, 1.10 MB selected"
+    assert soon(page.inner_text, "#status") == "Step 300, unhealthy, 1.10 MB selected"
     page.click("#tab-tensors")
     page.locator("#tree .list-row", has_text="embedding").click()
-    assert page.inner_text("#status") == "Tensor model.embedding selected"
+    assert soon(page.inner_text, "#status") == "Tensor model.embedding selected"
 
 
 def test_nothing_is_cut_off_on_a_narrow_screen(new_tab, show, run):
     page = new_tab(viewport={"width": 400, "height": 800}).open(show(run).url)
     for tab in TABS:
         page.click(f"#tab-{tab}")
+        assert soon(page.is_visible, f"#panel-{tab}")
         assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
         wide = page.evaluate(
             """[...document.querySelectorAll('.card *')].filter(one => one.offsetParent

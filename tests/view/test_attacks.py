@@ -8,6 +8,7 @@ import pytest
 import milepost
 from attacks import on_page
 from milepost.view import write_page
+from tests.browser import place_of, soon
 
 LOOK = """async steps => {
     const isBusy = () => document.querySelector("[aria-busy=true]");
@@ -58,8 +59,8 @@ def hostile_run(tmp_path_factory):
 @pytest.mark.slow
 def test_no_text_of_a_checkpoint_runs_in_the_page(show, tab, hostile_run):
     page = show(hostile_run)
-    count = page.evaluate("milepost.data.steps.length")
-    assert count == len(on_page.corpus)
+    count = len(on_page.corpus)
+    assert soon(page.evaluate, "milepost.data.steps.length") == count
     for start in range(0, count, AT_ONCE):
         assert page.evaluate(LOOK, list(range(start, min(start + AT_ONCE, count)))) == []
         tab.check()
@@ -71,7 +72,7 @@ def test_no_text_runs_in_what_is_shown_below_the_pointer(show, tab, hostile_run)
     page = show(hostile_run)
     for part, chart in {"timeline": "timeline-chart", "tensors": "treemap", "layout": "layout-map"}.items():
         page.click(f"#tab-{part}")
-        box = page.locator(f"#{chart}").bounding_box()
+        box = place_of(page, f"#{chart}")
         seen = set()
         for i in range(40):
             page.mouse.move(box["x"] + 110 + i * (box["width"] - 130) / 40, box["y"] + 60 + i)
@@ -87,21 +88,23 @@ def test_a_single_checkpoint_shows_hostile_text_as_text(show, tmp_path):
     attack = next(one for one in on_page.corpus if text_of(one) == text)
     attack.make(tmp_path / "checkpoint")
     page = show(tmp_path / "checkpoint")
-    details = page.inner_text("#step-details")
-    assert details.count(text) >= 5, "reason, writer, metric, phase, metadata"
+    told = soon(lambda: page.inner_text("#step-details").count(text) >= 5)
+    assert told, "reason, writer, metric, phase, metadata"
     page.click("#tab-tensors")
-    page.wait_for_function("text => document.querySelector('#tree').innerText.includes(text)", arg=f"tensor {text}")
+    assert f"tensor {text}" in soon(page.inner_text, "#tree")
     assert page.evaluate(LOOK, [0]) == []
     assert page.evaluate("document.scripts.length") == 5, "three of data and two of code"
 
 
-def test_letters_that_hide_or_turn_text_are_spelled_out(show, tmp_path):
+def test_letters_that_hide_or_turn_text_are_spelled_out(show, tab, tmp_path):
     for name in ("page_other_direction", "page_hidden_letters", "page_controls", "page_marks_without_end"):
         next(one for one in on_page.corpus if one.name == name).make(tmp_path / "run" / f"{name}-1")
     page = show(tmp_path / "run")
     seen = ""
     for step in range(4):
         page.select_option("#step-select", value=str(step))
+        assert soon(page.evaluate, "milepost.view.step") == step
+        tab.until("!document.querySelector('[aria-busy=true]')")
         seen += page.inner_text("body")
     assert "\\u{202e}" in seen
     assert "\\u{200b}" in seen

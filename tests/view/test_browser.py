@@ -20,7 +20,7 @@ def test_wrong_page_is_noticed(tab, tmp_path):
     head = f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">'
     page.write_text(f"<!doctype html><html><head>{head}</head><body>{''.join(WRONG)}</body></html>")
     *events, _ = WRONG.values()  # the last one is asked for by `check`
-    opened, end = tab.open(page.as_uri()), time.monotonic() + 30
+    opened, end = tab.open(page.as_uri()), time.monotonic() + 60
     while any(one not in "\n".join(tab.problems) for one in events) and time.monotonic() < end:
         opened.wait_for_timeout(20)
     with pytest.raises(AssertionError) as caught:

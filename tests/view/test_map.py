@@ -15,6 +15,7 @@ from milepost.core.manifest import Tensor
 from milepost.core.statistics import UNIT_BIN, bin_range
 from milepost.inspection.load_plan import NewMesh, plan_load
 from tests import strategies
+from tests.browser import place_of, soon
 
 RANKS = range(6)
 BATCH = 24
@@ -98,11 +99,12 @@ def test_the_map_lists_the_boxes_that_ranks_wrote(page, meshed):
         layout = manifest.layout_of(tensor)
         held = layout.overlapping(tensor.shape, Box.whole(tensor.shape))
         written = [(part, rank) for one in held for part, rank in parts_of(tensor, one.box, one.holders)]
-        drawn = page.evaluate(
-            """[...document.querySelectorAll('#layout-boxes .list-row')].sort((a, b) => a.dataset.row - b.dataset.row)
+        drawn = """[...document.querySelectorAll('#layout-boxes .list-row')]
+            .sort((a, b) => a.dataset.row - b.dataset.row)
             .map(row => [...row.children].slice(0, 2).map(cell => cell.textContent))"""
+        assert soon(page.evaluate, drawn) == [[f"rank {rank}", box.text.replace(",", ", ")] for box, rank in written], (
+            tensor.key
         )
-        assert drawn == [[f"rank {rank}", box.text.replace(",", ", ")] for box, rank in written], tensor.key
 
 
 def test_a_mesh_is_picked_by_hand(page):
@@ -110,34 +112,35 @@ def test_a_mesh_is_picked_by_hand(page):
     page.fill("#layout-tensor", "uneven")
     page.press("#layout-tensor", "Enter")
     page.fill("#mesh-shape", "3x2")
-    assert page.get_attribute("#reads-table", "aria-rowcount") == "7"
+    assert soon(page.get_attribute, "#reads-table", "aria-rowcount") == "7"
     page.select_option("#mesh-cut-1", "copy")
-    assert "2.00" in page.inner_text("#reads-summary")
+    assert "2.00" in soon(page.inner_text, "#reads-summary")
     page.locator("#reads-table .list-row").nth(4).click()
-    assert "rank 4 reads" in page.inner_text("#reads-detail")
+    assert "rank 4 reads" in soon(page.inner_text, "#reads-detail")
     page.select_option("#mesh-cut-0", "1")
     page.fill("#mesh-stride-0", "2")
     page.select_option("#reads-scope", "all")
     page.locator("#reads-summary", has_text="all tensors").wait_for()
     for wrong in ("", "0", "2x", "1e9", "-1", "99999x99999"):
         page.fill("#mesh-shape", wrong)
-        assert page.inner_text("#mesh-problem"), wrong
-        assert not page.is_visible("#reads-body")
+        assert soon(page.inner_text, "#mesh-problem"), wrong
+        assert soon(page.is_hidden, "#reads-body")
     page.fill("#mesh-shape", "2")
-    assert not page.inner_text("#mesh-problem")
+    assert soon(page.inner_text, "#mesh-problem") == ""
 
 
 def test_a_box_is_picked_in_the_map_and_in_the_table(page):
     page.click("#tab-layout")
     page.fill("#layout-tensor", "even")
     page.press("#layout-tensor", "Enter")
-    box = page.locator("#layout-map").bounding_box()
+    assert "64 \u00d7 32" in soon(page.inner_text, "#layout-facts")
+    box = place_of(page, "#layout-map")
     page.mouse.click(box["x"] + box["width"] - 60, box["y"] + box["height"] - 40)
-    assert page.locator("#layout-boxes [aria-selected=true]").inner_text().startswith("rank 3")
+    assert soon(page.locator("#layout-boxes [aria-selected=true]").inner_text).startswith("rank 3")
     page.locator("#layout-boxes .list-row").first.focus()
     page.keyboard.press("Home")
     page.keyboard.press("ArrowDown")
-    assert "Box [0:32, 16:32], written by rank 1" in page.inner_text("#status")
+    assert "Box [0:32, 16:32], written by rank 1" in soon(page.inner_text, "#status")
 
 
 @st.composite

@@ -8,6 +8,7 @@ import pytest
 import milepost
 from milepost.inspection.diff import diff
 from milepost.view import Budget, ViewOptions, collect
+from tests.browser import soon
 from tests.view import jobs
 
 STEPS = (100, 200, 300, 500)
@@ -61,38 +62,40 @@ def test_tensors_that_are_not_finite_come_first(page, run):
     page.select_option("#step-select", label="300 (unhealthy)")
     page.locator("#statistics-count", has_text="1 not finite").wait_for()
     first = page.locator("#statistics-table .list-row[data-row='0']")
-    assert first.inner_text().split("\n")[:2] == [jobs.NAN_KEY, "5"]
+    assert soon(lambda: first.inner_text().split("\n")[:2]) == [jobs.NAN_KEY, "5"]
     first.click()
     table = page.locator("#history-table tbody tr")
     page.locator("#history-table-details summary").click()
-    cells = [row.split("\t") for row in table.all_inner_texts()]
-    assert [(row[0], row[5]) for row in cells] == [
+
+    def cells():
+        return [row.split("\t") for row in table.all_inner_texts()]
+
+    assert soon(lambda: [(row[0], row[5]) for row in cells()]) == [
         ("500", "0"),
         ("400", "0"),
         ("300", "5"),
         ("200", "0"),
         ("100", "0"),
     ]
-    for row in cells:
+    for row in cells():
         wanted = recorded(run, int(row[0]))[jobs.NAN_KEY]
         assert float(row[4]) == pytest.approx(wanted.rms, rel=1e-3)
-    assert "NaN and Inf" in page.inner_text("#history-legend")
+    assert "NaN and Inf" in soon(page.inner_text, "#history-legend")
 
 
 def test_statistics_are_sorted_and_searched(page):
     page.click("#tab-statistics")
     page.select_option("#step-select", label="500")
     page.locator("#statistics-table .sort", has_text="rms").click()
-    numbers = page.evaluate(
-        """[...document.querySelectorAll('#statistics-table .list-row')].sort((a, b) => a.dataset.row - b.dataset.row)
-        .map(row => parseFloat(row.lastChild.textContent))"""
-    )
-    assert numbers == sorted(numbers, reverse=True)
+    page.locator("#statistics-table [aria-sort=descending]", has_text="rms").wait_for()
+    numbers = """[...document.querySelectorAll('#statistics-table .list-row')]
+        .sort((a, b) => a.dataset.row - b.dataset.row).map(row => parseFloat(row.lastChild.textContent))"""
+    assert soon(lambda: len(found := page.evaluate(numbers)) == 7 and found == sorted(found, reverse=True))
     page.fill("#statistics-search", "layers.2")
-    assert page.get_attribute("#statistics-table", "aria-rowcount") == "3"
+    assert soon(page.get_attribute, "#statistics-table", "aria-rowcount") == "3"
     page.press("#statistics-search", "Escape")
-    assert page.get_attribute("#statistics-table", "aria-rowcount") == "8"
-    assert page.is_visible("#histogram-part")
+    assert soon(page.get_attribute, "#statistics-table", "aria-rowcount") == "8"
+    assert soon(page.is_visible, "#histogram-part")
 
 
 @pytest.mark.parametrize(("before", "after"), [(300, 500), (100, 500), (100, 200), (200, 300)])
@@ -104,13 +107,14 @@ def test_changes_are_those_of_diff(page, run, before, after):
     page.select_option("#changes-to", value=str(at(page, after)))
     page.select_option("#changes-measure", "blocks")  # another test may have picked another one
     page.locator("#changes-measure[data-shown='blocks']").wait_for()
+    told = "milepost.changes().filter(row => row.what !== 'same').map(row => [row.key, row.what])"
+    assert soon(lambda: dict(page.evaluate(told))) == dict.fromkeys(changed, "changed")
     rows = page.evaluate("milepost.changes()")
-    assert {row["key"]: row["what"] for row in rows if row["what"] != "same"} == dict.fromkeys(changed, "changed")
     for row in rows:
         assert row["share"] == pytest.approx(changed.get(row["key"], 0.0), abs=1 / 254)
     assert 0.4 < changed["model.embedding"] < 0.6
     page.locator("#changes-values", has_text=str(before)).wait_for()
-    assert [row["key"] for row in page.evaluate("milepost.differingValues()")] == [one.key for one in found.values]
+    assert soon(page.evaluate, "milepost.differingValues().map(row => row.key)") == [one.key for one in found.values]
 
 
 def test_changes_of_numbers_need_no_blocks(page, run):
@@ -128,21 +132,21 @@ def test_changes_of_numbers_need_no_blocks(page, run):
 def test_new_bytes_of_a_step_are_those_that_diff_finds(page, run):
     found = diff(jobs.folder(run, 100), jobs.folder(run, 200))
     wanted = sum(tensor.share * tensor.size_bytes[1] for tensor in found.tensors)
-    assert page.evaluate("step => milepost.data.newBytes(step)", at(page, 200)) == round(wanted)
+    assert soon(page.evaluate, "step => milepost.data.newBytes(step)", at(page, 200)) == round(wanted)
     assert page.evaluate("step => milepost.data.newBytes(step)", at(page, 400)) is None
     page.click("#tab-timeline")
     page.select_option("#step-select", label="200")
-    assert "since step 100" in page.inner_text("#step-details")
+    assert "since step 100" in soon(page.inner_text, "#step-details")
 
 
 def test_steps_that_were_not_compared_say_how_to(show, run):
     page = show(run, ViewOptions(Budget(pairs=0), compare=(("100", "500"),)))
     page.click("#tab-changes")
-    assert page.input_value("#changes-from") == "0"
-    assert page.input_value("#changes-measure") == "blocks"
+    assert soon(page.input_value, "#changes-from") == "0"
+    assert soon(page.input_value, "#changes-measure") == "blocks"
     page.select_option("#changes-from", value="1")
     page.locator("#changes-note code").wait_for()
-    assert page.inner_text("#changes-note code") == "milepost view --compare 200:500"
+    assert soon(page.inner_text, "#changes-note code") == "milepost view --compare 200:500"
 
 
 def test_little_is_read_to_compare(run):

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 import click
 
 from milepost.cli.session import Session, told_to_debug
-from milepost.cli.statuses import Status, one_line, status_of
+from milepost.cli.statuses import Status, one_line, output_told, status_of
 from milepost.version import __version__
 
 COMMANDS = {
@@ -95,7 +95,8 @@ def _ended(arguments: Sequence[str] | None) -> int:
     session = Session()
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments), session)
-        sys.stdout.flush()
+        with output_told():
+            sys.stdout.flush()
         return status
     except click.ClickException as error:
         session.complain(error, _advised(error))

@@ -1,9 +1,10 @@
 """How a command ends: its exit status, and an error in one line."""
 
+import contextlib
 import enum
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from milepost.cli.escape import printable
 from milepost.errors import (
@@ -12,6 +13,7 @@ from milepost.errors import (
     CheckpointNotFound,
     InvalidRequest,
     StateMismatch,
+    StorageError,
     UnsafeCheckpoint,
 )
 
@@ -74,3 +76,14 @@ def one_line(error: BaseException) -> str:
     words = _GENERATION.sub(r"\1@\2", _KEYWORD.sub(lambda found: f"--{found[1].replace('_', '-')}", words))
     line = printable(words or type(error).__name__)
     return line if len(line) <= _MAX_LETTERS else f"{line[:_MAX_LETTERS]}..."
+
+
+@contextlib.contextmanager
+def output_told() -> Iterator[None]:
+    """Inside, an error of stdout says that it is one: the full disk may not be the one with the checkpoints."""
+    try:
+        yield
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise StorageError(f"cannot write the output: {error.strerror or error}") from error

@@ -1,6 +1,6 @@
 """What one checkpoint holds: its tree, tensors, layouts, values and metadata. Reads the manifest, and no data."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -10,7 +10,7 @@ from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.history import PhaseTime
 from milepost.core.layout import Boxes, Grid, Layout, Whole
-from milepost.core.manifest import Manifest, Tensor
+from milepost.core.manifest import Manifest, OlderFile, Tensor
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.tree import LEAVES, Node, is_dict
@@ -44,8 +44,23 @@ class HeldEntry(msgspec.Struct, frozen=True, kw_only=True):
     ranks: str = ""
 
 
+class ReusedData(msgspec.Struct, frozen=True):
+    """What an incremental save did not write again: so many bytes of data, in so many files of earlier saves.
+
+    `saves`: how many saves these are of; `oldest_age`: how many saves ago the oldest of them was.
+    """
+
+    data_bytes: int
+    files: int
+    saves: int
+    oldest_age: int
+
+
 class CheckpointContents(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint. `data_bytes`: all tensors; `file_bytes`: all files. `entries`: in the order of the state."""
+    """One checkpoint. `data_bytes`: all tensors; `file_bytes`: all files. `entries`: in the order of the state.
+
+    `older`: what lies in files of earlier saves; None where nothing does.
+    """
 
     url: str
     format: str
@@ -62,10 +77,11 @@ class CheckpointContents(msgspec.Struct, frozen=True, kw_only=True):
     timings: tuple[PhaseTime, ...]
     statistics: tuple[TensorStatistics, ...]
     entries: tuple[HeldEntry, ...]
+    older: ReusedData | None = None
 
 
 class BoxInFile(msgspec.Struct, frozen=True):
-    """One box of a tensor, the rank that wrote it, its file, and the name of the entry in that."""
+    """One box of a tensor, the rank that saved it, its file, which may be of an earlier save, and the name in that."""
 
     offset: tuple[int, ...]
     shape: tuple[int, ...]
@@ -111,6 +127,19 @@ def contents_of(checkpoint: Checkpoint) -> CheckpointContents:
         timings=manifest.timings,
         statistics=manifest.statistics,
         entries=tuple(_entries(manifest)),
+        older=reused_of(manifest.older),
+    )
+
+
+def reused_of(older: Sequence[OlderFile]) -> ReusedData | None:
+    """What lies in these files of earlier saves; None without any."""
+    if not older:
+        return None
+    return ReusedData(
+        data_bytes=sum(file.used_bytes for file in older),
+        files=len(older),
+        saves=len({file.save_id for file in older}),
+        oldest_age=max(file.age for file in older),
     )
 
 

@@ -15,6 +15,8 @@ from milepost.core.box import Box, Shape
 from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.option_values import check_values
+from milepost.core.reuse import FileId, id_of
+from milepost.data.read import Files
 from milepost.data.transfer import Meter, Watcher
 from milepost.errors import CheckpointDamaged
 from milepost.inspection.contents import layout_words
@@ -289,11 +291,12 @@ class _Comparison:
             self._compare_entries(pair, mine, theirs)
 
     def _compare_entries(self, pair: _Pair, mine: PlannedRead, theirs: PlannedRead) -> None:
-        one = self._left.files.holding(mine.rank, mine.name)
-        other = self._right.files.holding(theirs.rank, theirs.name)
+        here, there = self._left.files, self._right.files
+        numbers = here.number_of(mine.rank, mine.name), there.number_of(theirs.rank, theirs.name)
         tally = self._tallies[pair.a.key]
-        if one.id == other.id and mine.name == theirs.name:
+        if mine.name == theirs.name and _file_id(here, numbers[0]) == _file_id(there, numbers[1]):
             return  # one and the same entry, which the later of the two saves did not write again
+        one, other = here.of(numbers[0]), there.of(numbers[1])
         if not pair.a.transforms:
             first, second = one.entry(mine, pair.a.dtype), other.entry(theirs, pair.b.dtype)
         else:
@@ -355,6 +358,15 @@ class _Comparison:
             share=None if tally is None else min(tally.changed_bytes / size, 1.0) if size else 0.0,
             **numbers,
         )
+
+
+def _file_id(files: Files, number: int) -> FileId:
+    """Which file of which save this is; it is not opened for that."""
+    try:
+        record = files.record(number)
+    except KeyError:
+        return files.of(number).id  # raises: the manifest names no such file
+    return id_of(record, files.manifest)
 
 
 def _same_boxes(one: Manifest, other: Manifest, pair: _Pair) -> list[tuple[PlannedRead, PlannedRead]] | None:

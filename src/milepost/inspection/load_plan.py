@@ -25,7 +25,10 @@ _COPY = ("replicate", "r", "none", "-")
 
 
 class RankReads(msgspec.Struct, frozen=True):
-    """What one rank would read. `reads`: in how many pieces. `files`: how many files those are in."""
+    """What one rank would read. `reads`: in how many pieces. `files`: of how many ranks that saved it.
+
+    Each of those has its data in one file; after incremental saves, also in files of earlier ones.
+    """
 
     rank: int
     bytes: int
@@ -34,7 +37,7 @@ class RankReads(msgspec.Struct, frozen=True):
 
 
 class FileReads(msgspec.Struct, frozen=True):
-    """What one rank would read from the file that a rank wrote."""
+    """What one rank would read from one file."""
 
     file: str
     bytes: int
@@ -199,20 +202,23 @@ def _reads(manifest: Manifest, tensor: Tensor, grid: Grid, rank: int) -> _ReadSu
 
 
 def files_of(
-    manifest: Manifest, names: Callable[[int], str], mesh: NewMesh, rank: int, keys: str = "*"
+    manifest: Manifest, file_name: Callable[[int, str], str], mesh: NewMesh, rank: int, keys: str = "*"
 ) -> tuple[FileReads, ...]:
-    """What one rank would read from each file, the most first. Raises InvalidRequest for a rank that is not there."""
+    """What one rank would read from each file, the most first. Raises InvalidRequest for a rank that is not there.
+
+    `file_name`: which file holds an entry of a rank that saved.
+    """
     if not 0 <= rank < math.prod(mesh.shape):
         raise InvalidRequest(f"there is no rank {rank} on a mesh of {math.prod(mesh.shape)}")
-    sums: dict[int, _ReadSums] = {}
+    sums: dict[str, _ReadSums] = {}
     for tensor in manifest.tensors:
         if not fnmatch.fnmatchcase(tensor.key, keys):
             continue
         grid, item_bytes = _grid(mesh.shape, mesh.cuts_of(tensor.key, tensor.shape)), DTYPES[tensor.dtype].size_bytes
         for box in _boxes(tensor, grid, rank):
             for item in read_plan(manifest, tensor, box):
-                one = sums.setdefault(item.rank, _ReadSums())
+                one = sums.setdefault(file_name(item.rank, item.name), _ReadSums())
                 one.bytes += (item.source if tensor.transforms else item.box).elements * item_bytes
                 one.reads += 1
     ordered = sorted(sums.items(), key=lambda pair: (-pair[1].bytes, pair[0]))
-    return tuple(FileReads(names(source), one.bytes, one.reads) for source, one in ordered)
+    return tuple(FileReads(name, one.bytes, one.reads) for name, one in ordered)

@@ -1,11 +1,13 @@
 """Which steps of a run a rule keeps and which it removes; and removing them."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
+from typing import NamedTuple
 
 import msgspec
 
 from milepost.errors import CheckpointNotFound, InvalidRequest
-from milepost.inspection.runs import PlaceSummary, StepSummary, look_at, why_kept
+from milepost.inspection.runs import PlaceSummary, StepSummary, look_with_files, why_kept
+from milepost.inspection.usage import StepFiles, room_of
 from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf
@@ -29,7 +31,8 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
     `steps`: those that the rule is about. `removed`: the steps that were removed, or would be. `unfinished`: those of
     saves that never finished, whose data was removed, or would be. `cut_short`: those that were being removed when
     something ended that, and whose data goes now. `left`: the steps that should be removed, and could not be.
-    `freed_bytes`: as far as known.
+    `freed_bytes`: what that frees on the disk, as far as known. `shared_bytes`: what the removed steps have in files
+    that others need, too, and that stays.
     """
 
     url: str
@@ -39,17 +42,25 @@ class Pruning(msgspec.Struct, frozen=True, kw_only=True):
     unfinished: tuple[int, ...]
     cut_short: tuple[int, ...]
     freed_bytes: int
+    shared_bytes: int = 0
     left: tuple[int, ...] = ()
 
 
-def plan_pruning(path: Location, rule: Rule, *, unfinished: bool = False, names: str = OWN_NAMES) -> Pruning:
+class PruningPlan(NamedTuple):
+    """What would be removed, and the files of all steps, by the names of these."""
+
+    pruning: Pruning
+    files: Mapping[str, StepFiles]
+
+
+def plan_pruning(path: Location, rule: Rule, *, unfinished: bool = False, names: str = OWN_NAMES) -> PruningPlan:
     """What `prune` would do. Removes nothing.
 
     Raises CheckpointNotFound, InvalidRequest for a place that holds no steps of such names, and for a metric that no
     step has: that would keep nothing but the newest.
     """
     patterns = StepNames(names)
-    summary = look_at(path)
+    summary, files = look_with_files(path)
     known = {number: step for step in summary.steps if (number := patterns.own.step(step.name)) is not None}
     if summary.kind == "nothing":
         raise CheckpointNotFound(summary.reason)
@@ -65,15 +76,26 @@ def plan_pruning(path: Location, rule: Rule, *, unfinished: bool = False, names:
         for number, step in sorted(known.items())
         if step.state not in ("unfinished", "removed")
     ]
-    return Pruning(
+    freed, shared = _room_won(files, [step for step in steps if not step.keep])
+    pruning = Pruning(
         url=summary.url,
         done=False,
         steps=tuple(steps),
         removed=tuple(sorted(doomed)),
         unfinished=tuple(n for n, step in sorted(known.items()) if step.state == "unfinished" and unfinished),
         cut_short=tuple(n for n, step in sorted(known.items()) if step.state == "removed" and not step.used_by),
-        freed_bytes=sum(step.file_bytes or 0 for step in steps if not step.keep),
+        freed_bytes=freed,
+        shared_bytes=shared,
     )
+    return PruningPlan(pruning, files)
+
+
+def _room_won(files: Mapping[str, StepFiles], gone: Collection[PrunedStep]) -> tuple[int, int]:
+    """The bytes that a removal frees, and those that stay because other steps need them."""
+    names = {step.name for step in gone}
+    freed = room_of(files.values()) - room_of(one for name, one in files.items() if name not in names)
+    needed = room_of(one for name, one in files.items() if name in names)
+    return freed, needed - freed
 
 
 def _refuse_unknown_metric(summary: PlaceSummary, steps: Iterable[StepSummary], rule: Rule) -> None:
@@ -90,7 +112,7 @@ def _why(step: StepSummary, kept: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def prune(
-    path: Location, rule: Rule, plan: Pruning | None = None, *, unfinished: bool = False, names: str = OWN_NAMES
+    path: Location, rule: Rule, plan: PruningPlan | None = None, *, unfinished: bool = False, names: str = OWN_NAMES
 ) -> Pruning:
     """Remove what the rule does not keep, as a `Checkpointer` with this rule would. Gives what was removed.
 
@@ -100,18 +122,21 @@ def prune(
     """
     store = store_at(path)
     refuse_read_only(store)
-    plan = plan or plan_pruning(store, rule, unfinished=unfinished, names=names)
+    planned, files = plan or plan_pruning(store, rule, unfinished=unfinished, names=names)
     shelf = Shelf(store, StepNames(names))
     removed = shelf.prune(rule)
     swept = shelf.remove_unfinished() if unfinished else []
     # Another job may have removed the others.
-    left = [step for step in plan.removed if step not in removed and shelf.is_there(step)]
+    left = [step for step in planned.removed if step not in removed and shelf.is_there(step)]
+    freed, shared = _room_won(files, [step for step in planned.steps if step.step in removed])
+    places = {step: shelf.place(step) for step in planned.cut_short}
     return msgspec.structs.replace(
-        plan,
+        planned,
         done=True,
         removed=tuple(removed),
         unfinished=tuple(swept),
-        cut_short=tuple(step for step in plan.cut_short if next(iter(shelf.place(step).list("data/")), None) is None),
+        cut_short=tuple(step for step, place in places.items() if next(iter(place.list("data/")), None) is None),
         left=tuple(left),
-        freed_bytes=sum(step.file_bytes or 0 for step in plan.steps if step.step in removed),
+        freed_bytes=freed,
+        shared_bytes=shared,
     )

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -25,23 +25,21 @@ from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
-    InvalidRequest,
     NoReply,
     StorageError,
     UnsafeCheckpoint,
 )
 from milepost.formats.read.names import is_deepspeed, names_look_foreign
 from milepost.inspection.foreign_files import iso, look_at_foreign, size_and_time
+from milepost.inspection.run_rule import rule_of, told_rule
+from milepost.inspection.usage import StepFiles, files_of, room_of
 from milepost.inspection.verified import verified_at
-from milepost.state.values import Codec
 from milepost.steps.names import StepNames, names_in
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import metrics_of
 from milepost.steps.survey import each
 from milepost.store import AtGeneration, LocalStore, Location, Store, Within, store_at
 
-RETENTION = "retention"
-"""The key in a checkpoint's metadata under which the rule stands that its run is pruned by."""
 MOST_FILES = 100_000
 """How many shard files are looked for, those of the newest steps first."""
 _ASKED_ALWAYS = 16
@@ -61,7 +59,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     `format`: "milepost", or that of another library. `looked_at`: what `state` rests on. With "files", all files are
     there and have the right size; with "manifest", they were too many to look for; with "names", another library's
     checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `new_bytes`: those of them that its own
-    save wrote; `file_bytes`: all files. None: not known.
+    save wrote. `file_bytes`: all files that it needs, those of earlier saves and the manifest included, so steps that
+    share a file each count it; `new_file_bytes`: what its own save added to the disk. None: not known.
     `used_by`: the folders of the steps that use data of one that was removed.
     `kept`: why the rule of the run keeps it. `verified`: when `milepost verify --record` last read all of it.
     """
@@ -78,6 +77,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     data_bytes: int | None = None
     new_bytes: int | None = None
     file_bytes: int | None = None
+    new_file_bytes: int | None = None
     created: str | None = None
     age_s: float | None = None
     metrics: dict[str, float | None] = {}
@@ -90,7 +90,8 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
 class PlaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     """What is at a place. `steps`: oldest first; one for a checkpoint, none where there is nothing. `reason`: why not.
 
-    `newest`: the name of the last step that is whole and healthy; empty where none is.
+    `newest`: the name of the last step that is whole and healthy; empty where none is. `file_bytes`: what all steps
+    take together, as far as known: a file that several of them share counts once.
     `retention`: the rule that the run is pruned by, as its newest step tells it; None where it tells none.
     """
 
@@ -98,6 +99,7 @@ class PlaceSummary(msgspec.Struct, frozen=True, kw_only=True):
     kind: Literal["run", "checkpoint", "nothing"]
     steps: tuple[StepSummary, ...] = ()
     newest: str = ""
+    file_bytes: int = 0
     retention: dict[str, Any] | None = None
     reason: str = ""
 
@@ -156,15 +158,27 @@ def _brief(one: "_Inspected") -> "_Inspected":
     return _Inspected(one.summary, one.place, msgspec.structs.replace(one.manifest, files=()))
 
 
+class Look(NamedTuple):
+    """What is at a place, and the files of each step by its name."""
+
+    summary: PlaceSummary
+    files: Mapping[str, StepFiles]
+
+
 def look_at(path: Location, seen: SeenSteps | None = None) -> PlaceSummary:
     """What is at this place, newest last. Raises StorageError if the store does not answer.
 
     A step that cannot be read is no error: its `state` says so. Object stores are asked for several steps at once.
     `seen`: of an earlier look at the same place.
     """
-    store, now = store_at(path), datetime.now(UTC)
+    return look_with_files(path, seen).summary
+
+
+def look_with_files(path: Location, seen: SeenSteps | None = None) -> Look:
+    """The same, with the files of each step."""
+    store = store_at(path)
     if isinstance(store, LocalStore) and os.path.isfile(store.root):
-        return PlaceSummary(url=store.url, kind="checkpoint", steps=(_aged(_opened(store, "").summary, now),))
+        return _summed(store, "checkpoint", [_opened(store, "")])
     names = names_at(store)
     own = _look(store, "", names) if names else None
     if own is not None and own.manifest is None and own.summary.state == "whole":
@@ -172,23 +186,31 @@ def look_at(path: Location, seen: SeenSteps | None = None) -> PlaceSummary:
     seen = seen or SeenSteps()
     found = _inside(store, seen) if _lists_folders(store) else []
     if not found and own is None:
-        return _nothing(store)
+        return Look(_nothing(store), {})
     if not found:
         assert own is not None
-        whole = _with_files([own], store)
-        return PlaceSummary(url=store.url, kind="checkpoint", steps=tuple(_aged(one.summary, now) for one in whole))
+        return _summed(store, "checkpoint", _with_files([own], store))
     inspected = _with_files(sorted([*([own] if own else []), *found], key=_order), store)
     seen.keep(inspected)
-    rule = next((rule for one in reversed(inspected) if (rule := _retention_of(one.manifest))), None)
+    rule = next((rule for one in reversed(inspected) if (rule := rule_of(one.manifest))), None)
     kept = why_kept(rule, [one.summary for one in inspected if one.manifest is not None])
-    steps = (msgspec.structs.replace(one.summary, kept=kept.get(one.summary.name, ())) for one in inspected)
-    return PlaceSummary(
-        url=store.url,
-        kind="run",
-        steps=tuple(_aged(step, now) for step in steps),
-        newest=next((one.summary.name for one in reversed(inspected) if one.summary.state == "whole"), ""),
-        retention=_told(rule),
-    )
+    newest = next((one.summary.name for one in reversed(inspected) if one.summary.state == "whole"), "")
+    return _summed(store, "run", inspected, kept, newest=newest, retention=told_rule(rule))
+
+
+def _summed(
+    store: Store,
+    kind: Literal["run", "checkpoint"],
+    seen: list[_Inspected],
+    kept: Mapping[str, tuple[str, ...]] | None = None,
+    **told: Any,
+) -> Look:
+    """What was found at a place, as a whole."""
+    now, kept = datetime.now(UTC), kept or {}
+    files = {one.summary.name: files_of(one.manifest, one.summary.new_file_bytes) for one in seen}
+    steps = (msgspec.structs.replace(one.summary, kept=kept.get(one.summary.name, ())) for one in seen)
+    aged = tuple(_aged(step, now) for step in steps)
+    return Look(PlaceSummary(url=store.url, kind=kind, steps=aged, file_bytes=room_of(files.values()), **told), files)
 
 
 def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
@@ -320,6 +342,7 @@ def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0)
         data_bytes=manifest.data_bytes if ours else sum(tensor.size_bytes for tensor in manifest.tensors),
         new_bytes=manifest.new_bytes if ours else None,
         file_bytes=sum(file.size_bytes for file in manifest.stored) + manifest_bytes,
+        new_file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
         created=manifest.created or None,
         metrics=_metrics(manifest) if ours else {},
         timings=manifest.timings,
@@ -337,8 +360,7 @@ def _other(place: Store, name: str, names: frozenset[str]) -> _Inspected | None:
     if names_look_foreign(files):
         format_name = "dcp" if METADATA in files else "deepspeed" if is_deepspeed(files) else "safetensors"
         size_bytes, created = size_and_time(place)
-        told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
-        return _Inspected(_step(place, name, state="whole", format=format_name, **told), place)
+        return _Inspected(_unopened(place, name, format_name, size_bytes, created), place)
     if any(one.endswith(".distcp") for one in files):
         return _Inspected(_step(place, name, state="unfinished", format="dcp", reason=_NEVER_FINISHED), place)
     if "data/" not in names or not _has_attempts(place):
@@ -368,8 +390,13 @@ def _torch_file(root: Store, name: str) -> _Inspected:
         if isinstance(root, LocalStore):
             status = (root.root / name).stat()
             size_bytes, created = status.st_size, iso(status.st_mtime)
-    told: dict[str, Any] = {"looked_at": "names", "file_bytes": size_bytes, "created": created}
-    return _Inspected(_step(Within(root, name), name, state="whole", format="torch", **told), root)
+    return _Inspected(_unopened(Within(root, name), name, "torch", size_bytes, created), root)
+
+
+def _unopened(place: Store, name: str, format_name: str, size_bytes: int | None, created: str | None) -> StepSummary:
+    """A checkpoint of another library, by the names of its files."""
+    sizes = {"file_bytes": size_bytes, "new_file_bytes": size_bytes}
+    return _step(place, name, state="whole", format=format_name, looked_at="names", created=created, **sizes)
 
 
 def _opened(store: Store, name: str) -> _Inspected:
@@ -446,24 +473,6 @@ def _aged(step: StepSummary, now: datetime) -> StepSummary:
         return step
     created = created if created.tzinfo is not None else created.replace(tzinfo=UTC)
     return msgspec.structs.replace(step, age_s=round((now - created).total_seconds(), 1))
-
-
-def _retention_of(manifest: Manifest | None) -> Rule | None:
-    """The rule that a step was saved under, if its metadata tells one. Does not decode the rest of the metadata."""
-    try:
-        spelled = {name: value for name, value in manifest.metadata["dict"] if isinstance(name, str)}  # type: ignore[union-attr]
-        told = Codec().decode(spelled[RETENTION], RETENTION)
-        rule = Rule(**{name: told[name] for name in Rule.__slots__ if name in told})
-    except (CheckpointError, InvalidRequest, TypeError, ValueError, KeyError, AttributeError):
-        return None
-    return rule
-
-
-def _told(rule: Rule | None) -> dict[str, Any] | None:
-    if rule is None:
-        return None
-    told = {name: getattr(rule, name) for name in Rule.__slots__}
-    return {name: value for name, value in told.items() if value is not None and (name != "mode" or rule.best)}
 
 
 def why_kept(

@@ -34,11 +34,15 @@ _TRIES = 4
 
 
 class DamagedBox(msgspec.Struct, frozen=True):
-    """The box of a tensor that damaged bytes belong to. No box: they hold values, or nothing that has a name."""
+    """The box of a tensor that damaged bytes belong to. No box: they hold values, or nothing that has a name.
+
+    `used`: False for data in the file of an earlier save that this checkpoint does not use; `key` is its name there.
+    """
 
     key: str
     offset: tuple[int, ...] | None = None
     shape: tuple[int, ...] | None = None
+    used: bool = True
 
 
 class DamagedPlace(msgspec.Struct, frozen=True):
@@ -150,6 +154,19 @@ def _placed(checkpoint: Checkpoint, damages: Sequence[Damage]) -> Iterator[Damag
             for item in read_plan(checkpoint.manifest, tensor, Box.whole(tensor.shape)):
                 box = DamagedBox(tensor.key, item.source.offset, item.source.shape)
                 known.setdefault((checkpoint.file_name(item.rank, item.name), item.name), box)
+    older = {checkpoint.manifest.shown_name(file): file.rank for file in checkpoint.manifest.older}
     for damage in damages:
-        boxes = (known.get((damage.file, name), DamagedBox(name)) for name in damage.entries)
+        rank = older.get(damage.file)
+        boxes = (
+            known.get((damage.file, name)) or _unnamed(checkpoint, damage.file, rank, name) for name in damage.entries
+        )
         yield DamagedPlace(damage.file, damage.reason, tuple(boxes))
+
+
+def _unnamed(checkpoint: Checkpoint, file: str, rank: int | None, entry: str) -> DamagedBox:
+    """What is no box of a tensor: values; or what nobody uses of a file of an earlier save, whose user is this rank."""
+    try:
+        used = rank is None or checkpoint.file_name(rank, entry) == file
+    except CheckpointError:
+        used = True  # the header that would tell is damaged, too
+    return DamagedBox(entry, used=used)

@@ -143,7 +143,9 @@ def _expected_bytes(page: Page, *numbers: int) -> int:
         files: FileTable | None = page.files[step.files] if step.files >= 0 else None
         if files is None:
             return 1 << 60
-        found += sum(files.header_bytes) + 8 * (sum(files.size_bytes) // step.block_bytes + len(files.rank))
+        sizes = [*files.size_bytes, *(file.size_bytes for file in files.older)]
+        found += sum(files.header_bytes) + sum(file.header_bytes for file in files.older)
+        found += 8 * (sum(sizes) // step.block_bytes + len(sizes))
     return found
 
 

@@ -28,6 +28,7 @@ from milepost.view.parts import (
 )
 from milepost.view.reading import FoundStep, Rest, read_steps, steps_of, store_of_step
 from milepost.view.record import VERSION, Page, PageStep, StatisticsStep, Structure
+from milepost.view.reused import HeaderBudget
 
 _ROW_BYTES = 16
 """What the statistics of a tensor take in the page, about; only to choose steps before they are read."""
@@ -41,7 +42,8 @@ class Budget:
 
     The statistics of the `newest` steps come first. The rest of `statistics_bytes` is spread evenly over older steps.
     `pairs`: how many pairs of steps are compared by their tables of checksums, newest first, and the first with the
-    last; `read_bytes`: how much may be read for that.
+    last; `read_bytes`: how much may be read for that. `headers`, `headers_bytes`: how many headers are read, of the
+    newest steps, to tell which data lies in which files of earlier saves.
     """
 
     statistics_bytes: int = 8_000_000
@@ -50,6 +52,8 @@ class Budget:
     newest: int = 16
     pairs: int = 24
     read_bytes: int = 64_000_000
+    headers: int = 1024
+    headers_bytes: int = 32_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +89,8 @@ class Collection:
 
     def __init__(self, store: Store, wanted: ViewOptions) -> None:
         self._store, self._wanted = store, wanted
-        self._shared = SharedParts(wanted.budget.structures_bytes)
+        budget = wanted.budget
+        self._shared = SharedParts(budget.structures_bytes, HeaderBudget(budget.headers, budget.headers_bytes))
         self._parts: dict[str, tuple[tuple[object, ...], StepParts]] = {}
         self._comparisons = Comparisons(lambda name: store_of_step(store, name), wanted.compare)
 
@@ -129,6 +134,7 @@ class Collection:
         ]
         notes = [f"Only the newest {len(parts):,} steps are shown."] * (len(parts) < len(looked.steps))
         page = _Assembly(self._wanted.budget, self._shared).page(self._store.url, parts, is_run=is_run, notes=notes)
+        page = msgspec.structs.replace(page, file_bytes=looked.file_bytes)
         if not is_run:
             return page
         return self._comparisons.added_to(page, self._wanted.budget.pairs, self._wanted.budget.read_bytes)

@@ -12,15 +12,17 @@ import msgspec
 
 from milepost.commit.find import parse
 from milepost.core.history import PhaseTime
-from milepost.core.manifest import Manifest, Value
+from milepost.core.manifest import Manifest, Value, unseal_brief
 from milepost.core.statistics import TensorStatistics
 from milepost.core.wire import Wire
 from milepost.data.read import Files
 from milepost.errors import CheckpointError
+from milepost.inspection.contents import reused_of
 from milepost.view.columns import packed_bytes, statistics_columns
 from milepost.view.plain import plain, text
 from milepost.view.reading import FoundStep, ReadStep, Rest, rest_of, rest_of_manifest
-from milepost.view.record import FileTable, PagePhase, PageStep, Structure
+from milepost.view.record import FileTable, PageOlderFile, PagePhase, PageStep, Structure
+from milepost.view.reused import HeaderBudget, older_files
 from milepost.view.structure import structure_of
 
 _VALUES = Wire.json(list[Value])
@@ -55,9 +57,13 @@ class StepParts:
 
 @dataclass(slots=True)
 class SharedParts:
-    """What steps have in common, until `room` bytes of the page are taken. `left_out`: how many steps lack what."""
+    """What steps have in common, until `room` bytes of the page are taken. `left_out`: how many steps lack what.
+
+    `headers`: how many of them may still be read to tell which data lies in files of earlier saves.
+    """
 
     room: int
+    headers: HeaderBudget
     structures: list[Structure] = field(default_factory=list)
     tables: list[FileTable] = field(default_factory=list)
     left_out: dict[str, int] = field(default_factory=dict)
@@ -81,6 +87,8 @@ class SharedParts:
         encoded = _encoded(table)
         if encoded not in self._tables:
             if not self._pays(packed_bytes(encoded)):
+                if any(file.entries for file in table.older):
+                    return self.table(_without_entries(table))
                 self._leave_out("the sizes of files")
                 return -1
             self._tables[encoded] = len(self.tables)
@@ -111,7 +119,8 @@ def parts_of(read: ReadStep, shared: SharedParts, numbers: "NumbersOf") -> StepP
     try:
         rest = rest_of(read.data)
         structure = shared.structure(rest.digest, lambda: parse(read.url, read.generation, read.data))
-        return _parts(rest, read.url, structure, found, shared, numbers)
+        table = _table(rest, [], _older(read, rest, shared))
+        return _parts(rest, read.url, structure, found, shared, numbers, table)
     except (CheckpointError, ValueError) as error:
         return _faulty(read, str(error))
 
@@ -129,7 +138,16 @@ def parts_of_files(url: str, files: Files, found: FoundStep, shared: SharedParts
     rest = rest_of_manifest(manifest)
     structure = shared.structure(rest.digest, lambda: manifest)
     names = [] if manifest.save_id else [files.name_of(file.rank) for file in manifest.files]
-    return _parts(rest, url, structure, found, shared, numbers, manifest.format, names)
+    table = _table(rest, names, older_files(files, rest.older, shared.headers))
+    return _parts(rest, url, structure, found, shared, numbers, table, manifest.format)
+
+
+def _older(read: ReadStep, rest: Rest, shared: "SharedParts") -> list[PageOlderFile]:
+    """The files of earlier saves that a step of a run needs."""
+    if not rest.older or read.place is None:
+        return []
+    files = Files(read.place, parse(read.url, read.generation, read.data, unseal_brief))
+    return older_files(files, rest.older, shared.headers)
 
 
 def _parts(
@@ -139,8 +157,8 @@ def _parts(
     found: FoundStep,
     shared: SharedParts,
     numbers: "NumbersOf",
+    table: FileTable,
     form: str = "milepost",
-    names: list[str] | None = None,
 ) -> StepParts:
     metadata = plain(rest.metadata)
     metadata = metadata if isinstance(metadata, dict) else {"metadata": metadata}
@@ -159,9 +177,11 @@ def _parts(
         writer=rest.writer,
         world=rest.world,
         block_bytes=rest.block_bytes,
-        size_bytes=sum(file.size_bytes for file in rest.files),
+        size_bytes=sum(file.size_bytes for file in (*rest.files, *rest.older)),
+        new_bytes=None if summary is None else summary.new_bytes,
+        reused=reused_of(rest.older),
         structure=structure,
-        files=shared.table(_table(rest, names or [])),
+        files=shared.table(table),
         phases=tuple(map(_phase, rest.timings)),
         metrics=_metrics(metadata),
         metadata=metadata,
@@ -196,7 +216,7 @@ def numbers_of(rest: Rest, structure: Structure, *, exact: bool) -> StepNumbers:
     return StepNumbers(columns, len(keys), odd, exact, histograms, size_bytes)
 
 
-def _table(rest: Rest, names: list[str]) -> FileTable:
+def _table(rest: Rest, names: list[str], older: list[PageOlderFile]) -> FileTable:
     parts = [file.part_bytes for file in rest.files]
     return FileTable(
         rank=[file.rank for file in rest.files],
@@ -204,7 +224,13 @@ def _table(rest: Rest, names: list[str]) -> FileTable:
         header_bytes=[file.header_bytes for file in rest.files],
         part_bytes=parts if any(parts) else [],
         names=names,
+        older=older,
     )
+
+
+def _without_entries(table: FileTable) -> FileTable:
+    older = [msgspec.structs.replace(file, entries=None) for file in table.older]
+    return msgspec.structs.replace(table, older=older)
 
 
 def _phase(time: PhaseTime) -> PagePhase:

@@ -10,7 +10,7 @@ import xxhash
 from milepost.checkpoint import files_at
 from milepost.commit.find import find
 from milepost.core.history import PhaseTime
-from milepost.core.manifest import Manifest, ShardFile
+from milepost.core.manifest import Manifest, OlderFile, ShardFile
 from milepost.core.seal import is_sealed
 from milepost.core.statistics import Health
 from milepost.core.wire import Wire
@@ -38,13 +38,17 @@ class FoundStep:
 
 @dataclass(frozen=True, slots=True)
 class ReadStep:
-    """A step with the bytes of its manifest, or the files of another library's checkpoint, or why it has neither."""
+    """A step with the bytes of its manifest, or the files of another library's checkpoint, or why it has neither.
+
+    `place`: where its own files are.
+    """
 
     found: FoundStep
     url: str
     generation: int = 0
     data: bytes = b""
     files: Files | None = None
+    place: Store | None = None
     fault: str = ""
 
 
@@ -63,7 +67,7 @@ def read_steps(root: Store, found: list[FoundStep]) -> Iterator[ReadStep]:
             return ReadStep(one, place.url)
         try:
             try:
-                return ReadStep(one, place.url, *find(place))
+                return ReadStep(one, place.url, *find(place), place=place)
             except CheckpointNotFound:
                 return ReadStep(one, place.url, files=files_at(place))
         except CheckpointError as error:
@@ -99,6 +103,7 @@ class Rest(msgspec.Struct, frozen=True):
     timings: tuple[PhaseTime, ...] = ()
     statistics: msgspec.Raw = msgspec.Raw(b"[]")
     health: Health | None = None
+    older: tuple[OlderFile, ...] = ()
 
     @property
     def digest(self) -> bytes:

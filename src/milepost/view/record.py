@@ -8,6 +8,8 @@ from typing import Any
 
 import msgspec
 
+from milepost.inspection.contents import ReusedData
+
 VERSION = 1
 """Of this record. The page refuses any other."""
 
@@ -26,7 +28,8 @@ class PageStep(msgspec.Struct, frozen=True, omit_defaults=True):
 
     `structure`, `files`: which of the page's structures and tables of files; -1 where it is not known. `values`: those
     that differ from the next step in the list, by number in the structure; all of them if `values_anew`; None where
-    they were left out.
+    they were left out. `size_bytes`: of all files; `new_bytes`: the data that its own save wrote; `reused`: what lies
+    in files of earlier saves.
     """
 
     name: str
@@ -42,6 +45,8 @@ class PageStep(msgspec.Struct, frozen=True, omit_defaults=True):
     world: int = 0
     block_bytes: int = 0
     size_bytes: int = 0
+    new_bytes: int | None = None
+    reused: ReusedData | None = None
     structure: int = -1
     files: int = -1
     phases: tuple[PagePhase, ...] = ()
@@ -91,14 +96,33 @@ class Structure(msgspec.Struct, frozen=True):
     private: list[tuple[str, str]]
 
 
+class PageOlderFile(msgspec.Struct, frozen=True, array_like=True):
+    """A file of an earlier save, with entries of a rank. `entries`: their names; None where that was left out.
+
+    `folder`: the step beside this one in whose folder it lies; empty: in this one's.
+    """
+
+    rank: int
+    save_id: str
+    writer: int
+    folder: str
+    size_bytes: int
+    header_bytes: int
+    entries: list[str] | None = None
+
+
 class FileTable(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The files of a step. `names`: of another library's files; those of ours follow from the save id and the rank."""
+    """The files of a step. `names`: of another library's files; those of ours follow from the save id and the rank.
+
+    `older`: the files of earlier saves that hold data of the step.
+    """
 
     rank: list[int]
     size_bytes: list[int]
     header_bytes: list[int]
     part_bytes: list[int] = []
     names: list[str] = []
+    older: list[PageOlderFile] = []
 
 
 class StatisticsStep(msgspec.Struct, frozen=True):
@@ -133,7 +157,10 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Page(msgspec.Struct, frozen=True):
-    """All that the page shows. `statistics_bytes` and `changes_bytes`: the columns that the rows point into."""
+    """All that the page shows. `statistics_bytes` and `changes_bytes`: the columns that the rows point into.
+
+    `file_bytes`: what all steps take together, where what several of them share counts once.
+    """
 
     version: int
     made_by: str
@@ -148,3 +175,4 @@ class Page(msgspec.Struct, frozen=True):
     changes: list[Change]
     statistics_bytes: bytes = b""
     changes_bytes: bytes = b""
+    file_bytes: int = 0

@@ -45,7 +45,8 @@ def command(
     """Say what a load on other ranks would read.
 
     By default the last axis of the mesh cuts dimension 0 of every tensor, as FSDP does, and the others replicate. A
-    tensor without that dimension is held whole. Nothing but the manifest is read.
+    tensor without that dimension is held whole. Of the checkpoint the manifest is read; for --rank also headers, where
+    data lies in files of earlier saves.
     """
     new = NewMesh.parse(ranks, mesh, cuts, rules)
     with opened(path) as checkpoint:

@@ -28,6 +28,7 @@ _COLUMNS = [
     Column("STEP", right=True),
     Column("STATE"),
     Column("SIZE", right=True),
+    Column("NEW", right=True, rank=2),
     Column("AGE", right=True, rank=1),
     Column("RANKS", right=True, rank=4),
     Column("FORMAT", rank=5),
@@ -43,9 +44,9 @@ def command(session: Session, path: str) -> Status:
     """List the steps of a run, or one checkpoint.
 
     PATH is a run, which is a folder or URL with a checkpoint in each of its folders; or it is one checkpoint. Manifests
-    and names are looked at, and no data is read: "whole" means that all files are there and have the right size. The
-    exit status is 4 or 5 if PATH is one checkpoint that is damaged or cannot be read; a run is listed,
-    whatever is in it.
+    and names are looked at, and no data is read: "whole" means that all files are there and have the right size. SIZE
+    is all that a step needs. Where steps share data, NEW is what each of them wrote itself. The exit status is 4 or 5
+    if PATH is one checkpoint that is damaged or cannot be read; a run is listed, whatever is in it.
     """
     place = place_at(path)
     summary = look_at(place)
@@ -64,7 +65,7 @@ def _blocks(summary: PlaceSummary) -> Iterator[Block]:
             yield line(f"{_name(step)}: ", Cell(step.reason, STYLES[step.state]))
     if summary.kind == "run" and is_terminal():
         newest = f"the newest that is whole is {summary.newest}" if summary.newest else "none of them is whole"
-        total = words.size(sum(step.file_bytes or 0 for step in summary.steps))
+        total = words.size(summary.file_bytes)
         yield line("")
         yield line(Cell(f"{words.count(len(summary.steps), 'step')}, {total}; {newest}", "dim"))
 
@@ -76,10 +77,12 @@ def _name(step: StepSummary) -> str:
 def _row(step: StepSummary, summary: PlaceSummary) -> list[Cell | str]:
     metrics = ", ".join(f"{name} {words.number(value)}" for name, value in step.metrics.items())
     foreign = any(one.format != "milepost" for one in summary.steps)
+    shares = any(one.new_bytes != one.data_bytes for one in summary.steps if one.new_bytes is not None)
     return [
         Cell("" if step.step is None else str(step.step), "bold"),
         Cell(step.state, STYLES[step.state]),
         words.size(step.file_bytes),
+        words.size(step.new_bytes) if shares else "",
         words.age(step.age_s),
         "" if step.ranks is None else str(step.ranks),
         step.format if foreign else "",

@@ -67,7 +67,8 @@ def command(
     if not dry_run:
         refuse_read_only(place)  # before a look that may take a while
     with advising(place):
-        plan = plan_pruning(place, rule, unfinished=unfinished, names=names)
+        planned = plan_pruning(place, rule, unfinished=unfinished, names=names)
+    plan = planned.pruning
     if dry_run:
         print_record(plan, session.json, lambda: _blocks(plan))
         return Status.FINE
@@ -77,7 +78,7 @@ def command(
         if not click.confirm("Remove these?", default=False, err=True):
             remark("nothing was removed")
             return Status.NO
-    done = prune(place, rule, plan, unfinished=unfinished, names=names)
+    done = prune(place, rule, planned, unfinished=unfinished, names=names)
     print_record(done, session.json, lambda: _blocks(done))
     if done.left:
         remark(f"could not be removed: {', '.join(map(str, done.left))}. Find out why, and run it again")
@@ -94,6 +95,8 @@ def _blocks(pruning: Pruning) -> Iterator[Block]:
         yield line(f"{word} what is left of step {number}, whose removal was cut short")
     freed = words.size(pruning.freed_bytes)
     yield line(f"{word} {words.count(len(pruning.removed), 'step')}, {freed}; {_staying(pruning)} stay")
+    if pruning.shared_bytes:
+        yield line(f"{words.size(pruning.shared_bytes)} more stays: other steps share it")
 
 
 def _staying(pruning: Pruning) -> str:

@@ -18,7 +18,7 @@ from milepost.cli.session import Session
 from milepost.cli.statuses import Status
 from milepost.core.statistics import TensorStatistics
 from milepost.errors import InvalidRequest
-from milepost.inspection.contents import CheckpointContents, EntryDetail, HeldEntry, contents_of, detail_of
+from milepost.inspection.contents import CheckpointContents, EntryDetail, HeldEntry, ReusedData, contents_of, detail_of
 
 _COLUMNS = [
     Column("KEY"),
@@ -108,6 +108,8 @@ def _about(contents: CheckpointContents) -> Iterator[tuple[str, Cell | str]]:
     yield "saved", " ".join(part for part in saved if part)
     if contents.timings:
         yield "took", _times(contents)
+    if contents.older is not None:
+        yield "reused", _reused(contents.older)
     metadata = contents.metadata if isinstance(contents.metadata, dict) else {"": contents.metadata}
     for name, value in metadata.items():
         yield "metadata", f"{name}: {value!r}"
@@ -129,6 +131,13 @@ def _times(contents: CheckpointContents) -> str:
         + (f" (rank {time.slowest_rank}: {time.slowest_s:.2f} s)" if contents.ranks > 1 else "")
         for time in long
     )
+
+
+def _reused(older: ReusedData) -> str:
+    """`4.0 MiB in 2 files of 1 earlier save, 3 saves ago`."""
+    found = f"{words.size(older.data_bytes)} in {words.count(older.files, 'file')}"
+    ago = f"{words.count(older.oldest_age, 'save')} ago"
+    return f"{found} of {words.count(older.saves, 'earlier save')}, {'the oldest ' if older.saves > 1 else ''}{ago}"
 
 
 def _sizes(entries: tuple[HeldEntry, ...]) -> dict[tuple[str, ...], int]:

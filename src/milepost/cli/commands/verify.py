@@ -113,6 +113,6 @@ def _reason(url: str, place: DamagedPlace) -> str:
 
 def _box_words(box: DamagedBox) -> str:
     if box.offset is None or box.shape is None:
-        return shown(box.key)
+        return shown(box.key) if box.used else f"{shown(box.key)} of an earlier save, which is not used here"
     ranges = ", ".join(f"{start}:{start + size}" for start, size in zip(box.offset, box.shape, strict=True))
     return f"{shown(box.key)}[{ranges}]"

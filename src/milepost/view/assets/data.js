@@ -129,6 +129,9 @@ class Shape {
   }
 }
 
+const rankName = (rank) => String(rank).padStart(5, "0");
+const shardName = (rank) => `${rankName(rank)}.safetensors`;
+
 /** All data of the page, and questions about it. Steps are named by their place in the list. */
 class PageData {
   static count = 0;
@@ -145,6 +148,8 @@ class PageData {
       phases: [],
       kept: [],
       size_bytes: 0,
+      new_bytes: null,
+      reused: null,
       world: 0,
       structure: -1,
       files: -1,
@@ -163,6 +168,8 @@ class PageData {
     this.rows = new Map(record.statistics.map((one) => [one.step, one]));
     this.pairs = new Map(record.changes.map((one) => [`${one.before}:${one.after}`, one]));
     this.usable = this.steps.map((_, i) => i).filter((i) => this.steps[i].structure >= 0);
+    this.isIncremental = this.steps.some((step) => step.reused);
+    this.kept = new Map();
   }
 
   static async fromPage() {
@@ -211,11 +218,38 @@ class PageData {
     return number_ < 0 ? null : this.record.files[number_];
   }
 
-  fileName(step, rank) {
+  /** The file that holds an entry of a rank: its own, or one of an earlier save. */
+  fileName(step, rank, entry) {
     const names = this.files(step)?.names ?? [];
-    const save = this.steps[step].save_id;
     if (names.length) return names[rank] ?? `file ${rank}`;
-    return `data/${save}/${String(rank).padStart(5, "0")}.safetensors`;
+    const save = this.steps[step].save_id;
+    const own = `data/${save}/${shardName(rank)}`;
+    const older = this.olderFiles(step, rank);
+    if (!older) return own;
+    if (!older.isKnown) return `a file of rank ${rank}, of this save or an earlier one`;
+    const file = older.entries.get(entry);
+    if (!file) return own;
+    const [, savedBy, writer, folder] = file;
+    if (folder) return `../${folder}/data/${savedBy}/${shardName(writer)}`;
+    return `data/${save}/${rankName(rank)}-${savedBy}-${shardName(writer)}`;
+  }
+
+  /** The entries that a rank has in files of earlier saves: {isKnown, entries: entry -> file}; null without any. */
+  olderFiles(step, rank) {
+    const number_ = this.steps[step].files;
+    if (number_ < 0) return this.steps[step].reused ? { isKnown: false } : null;
+    if (!this.kept.has(number_)) {
+      const ranks = new Map();
+      for (const file of this.record.files[number_].older ?? []) {
+        const [of, , , , , , entries] = file;
+        if (!ranks.has(of)) ranks.set(of, { isKnown: true, entries: new Map() });
+        const found = ranks.get(of);
+        found.isKnown = found.isKnown && entries !== null;
+        for (const entry of entries ?? []) found.entries.set(entry, file);
+      }
+      this.kept.set(number_, ranks);
+    }
+    return this.kept.get(number_).get(rank) ?? null;
   }
 
   /**
@@ -273,6 +307,11 @@ class PageData {
     return { row, read, exact: found.exact, rows: found.rows, odd, histograms: found.histograms };
   }
 
+  /** Whether it is known of some steps how much of them is new. */
+  get knowsNew() {
+    return this.isIncremental || this.record.changes.length > 0;
+  }
+
   changeOf(before, after) {
     return this.pairs.get(`${before}:${after}`) ?? null;
   }
@@ -285,8 +324,12 @@ class PageData {
     return -1;
   }
 
-  /** The bytes in blocks that the step before does not have; null where the two were not compared. */
+  /**
+   * Where saves are incremental, the bytes that the save of a step wrote. Else those in blocks that the step before
+   * does not have; null where the two were not compared.
+   */
   newBytes(step) {
+    if (this.isIncremental) return this.steps[step].new_bytes;
     return this.changeOf(this.before(step), step)?.changed_bytes ?? null;
   }
 }

@@ -96,7 +96,9 @@ const layout = {
     const cut = shape.layouts[tensor.layout];
     const parts = cut ? savedParts(tensor, cut, MOST_LISTED) : [];
     this.rows = parts.map((part, i) => ({ ...part, number: i, bytes: elementsOf(part.box) * tensor.itemBytes }));
-    const file = (row) => ({ get: () => view.data.fileName(view.step, row.rank) }); // of the step that is shown then
+    const entry = (row) => entryName(tensor.stored, row.box, tensor.shape);
+    // Of the step that is shown then.
+    const file = (row) => ({ get: () => view.data.fileName(view.step, row.rank, entry(row)) });
     for (const row of this.rows) Object.defineProperty(row, "file", file(row));
     this.writers = [...new Set(parts.map((part) => part.rank))].sort((a, b) => a - b);
     this.place = new Map(this.writers.map((rank, i) => [rank, i]));
@@ -125,6 +127,7 @@ const layout = {
         ["Size", bytes(tensor.bytes)],
         ["Cut", layoutText(cut, tensor)],
         ["Stored as", cut ? `${plural(count, "box", "boxes")} in ${plural(this.writers.length, "file")}` : ""],
+        ["Of earlier saves", this.reusedText()],
         ["Tied to", shown(tensor.sameAs)],
       ]),
     );
@@ -134,6 +137,18 @@ const layout = {
     this.showLegend();
     const cutOff = count > this.rows.length ? ` The first ${whole(this.rows.length)} boxes are listed.` : "";
     byId("layout-note").textContent = this.notes() + cutOff;
+  },
+
+  /** How many of the boxes lie in files of earlier saves, where that is known. */
+  reusedText() {
+    const { data, step } = view;
+    if (!data.steps[step].reused) return "";
+    const kept = this.rows.map((row) => [row, data.olderFiles(step, row.rank)]).filter(([, older]) => older);
+    if (kept.some(([, older]) => !older.isKnown)) return "not known";
+    const name = (row) => entryName(this.tensor.stored, row.box, this.tensor.shape);
+    const found = kept.filter(([row, older]) => older.entries.has(name(row))).map(([row]) => row);
+    if (!found.length) return "none";
+    return `${plural(found.length, "box", "boxes")}, ${bytes(found.reduce((all, row) => all + row.bytes, 0))}`;
   },
 
   draw() {

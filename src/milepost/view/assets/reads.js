@@ -218,7 +218,7 @@ const reads = {
     const rows = row.reads
       .slice(0, 100)
       .map((read) => [
-        shown(view.data.fileName(view.step, read.rank)),
+        shown(view.data.fileName(view.step, read.rank, read.name)),
         boxText(read.box),
         boxText(read.source),
         bytes(read.bytes),
@@ -233,7 +233,9 @@ const reads = {
 
   byFile(row, label) {
     const sources = [...row.sources].sort((a, b) => b[1] - a[1] || a[0] - b[0]);
-    const rows = sources.slice(0, 100).map(([rank, size]) => [shown(view.data.fileName(view.step, rank)), bytes(size)]);
+    const { data, step } = view;
+    const name = (rank) => (data.steps[step].reused ? `files of rank ${rank}` : shown(data.fileName(step, rank)));
+    const rows = sources.slice(0, 100).map(([rank, size]) => [name(rank), bytes(size)]);
     const more = sources.length > 100 ? `, the first 100 of ${whole(sources.length)} files` : "";
     return [
       element("h4", {}, `What rank ${row.rank} reads${more}`),

@@ -61,7 +61,7 @@ function showTiles() {
   const tiles = data.record.is_run ? runTiles(good) : [];
   if (newest) {
     const of = data.record.is_run && at !== data.steps.length - 1 ? ` in step ${data.label(at)}` : "";
-    const all = data.steps.reduce((sum, step) => sum + step.size_bytes, 0);
+    const all = data.record.file_bytes ?? 0;
     const files =
       newest.format === "milepost" ? plural(data.files(at)?.rank.length ?? 0, "file") : shown(newest.format);
     tiles.push(tile("Size", bytes(newest.size_bytes), data.record.is_run ? `${bytes(all)} in all steps` : files));
@@ -153,7 +153,9 @@ function stepFacts(step) {
   return [
     ["State", stateMark(step)],
     ["Size", bytes(step.size_bytes || null)],
-    change ? ["New bytes", newText(change, data.label(before))] : null,
+    data.isIncremental ? ["New bytes", writtenText(step.new_bytes)] : null,
+    step.reused ? ["Reused", reusedText(step.reused)] : null,
+    change ? [data.isIncremental ? "Changed" : "New bytes", newText(change, data.label(before))] : null,
     ["Ranks", step.world ? whole(step.world) : ""],
     ["Saved", step.created ? when(step.created) : ""],
     ["Kept because", shown(step.kept.join(", "))],
@@ -167,6 +169,16 @@ function stepFacts(step) {
 function newText(change, before) {
   const least = change.unknown_bytes ? "at least " : "";
   return `${least}${bytes(change.changed_bytes)} since step ${before}`;
+}
+
+function writtenText(size) {
+  return size === null ? "" : `${bytes(size)}, written by this save`;
+}
+
+/** `4.2 MB in 3 files of 2 earlier saves, the oldest 5 saves ago`. */
+function reusedText({ data_bytes: size, files, saves, oldest_age: age_ }) {
+  const from = `${bytes(size)} in ${plural(files, "file")} of ${plural(saves, "earlier save")}`;
+  return `${from}, ${saves > 1 ? "the oldest " : ""}${plural(age_, "save")} ago`;
 }
 
 function phaseTable(step) {

@@ -92,7 +92,7 @@ const timeline = {
         (i) => bytes(at(i).size_bytes || null),
       ),
     ];
-    if (view.data.record.changes.length)
+    if (view.data.knowsNew)
       columns.push(
         sized(
           "new",

@@ -209,7 +209,7 @@ class TimelineChart {
     ];
   }
 
-  /** Bars of the sizes; the bytes that the step before does not have stand out where they are known. */
+  /** Bars of the sizes; the new bytes stand out where they are known. */
   sizeSeries() {
     const { data } = view;
     const fresh = data.steps.map((_, k) => data.newBytes(k));
@@ -223,7 +223,7 @@ class TimelineChart {
     const states = STATES.filter((state) => data.steps.some((step) => stateOf(step) === state && step.size_bytes));
     const old = (step, k) => Math.max(0, step.size_bytes - (fresh[k] ?? 0));
     return [
-      ...(data.record.changes.length
+      ...(data.knowsNew
         ? [bars("new bytes", colour("accent"), (step, k) => Math.min(fresh[k] ?? 0, step.size_bytes))]
         : []),
       ...states.map((state) =>
@@ -317,7 +317,8 @@ class TimelineChart {
     const colours = palette();
     const phases = this.phases().slice(0, 24);
     const parts = phases.map((name, p) => legendEntry(swatch(colours[p % colours.length]), shortened(name, 30)));
-    if (data.record.changes.length) parts.unshift(legendEntry(swatch(colour("accent")), "new bytes, where compared"));
+    const fresh = data.isIncremental ? "new bytes" : "new bytes, where compared";
+    if (data.knowsNew) parts.unshift(legendEntry(swatch(colour("accent")), fresh));
     const states = new Set(data.steps.map(stateOf));
     states.delete("whole");
     for (const state of states) parts.push(element("span", { class: `state ${state}` }, state));
