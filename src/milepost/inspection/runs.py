@@ -55,14 +55,14 @@ StepState = Literal["whole", "unfinished", "removed", "damaged", "unreadable", "
 class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     """One checkpoint, as far as its manifest and the names of its files tell. `state` says whether it can be used.
 
-    `step`: the number in its name; None where there is none. `reason`: why `state` is not "whole".
-    `format`: "milepost", or that of another library. `looked_at`: what `state` rests on. With "files", all files are
-    there and have the right size; with "manifest", they were too many to look for; with "names", another library's
-    checkpoint was not opened. `data_bytes`: the tensors and values of ranks; `new_bytes`: those of them that its own
-    save wrote. `file_bytes`: all files that it needs, those of earlier saves and the manifest included, so steps that
-    share a file each count it; `new_file_bytes`: what its own save added to the disk. None: not known.
-    `used_by`: the folders of the steps that use data of one that was removed.
-    `kept`: why the rule of the run keeps it. `verified`: when `milepost verify --record` last read all of it.
+    `step`: the number in its name; None where there is none. `reason`: why `state` is not "whole". `format`:
+    "milepost", or that of another library. `looked_at`: what `state` rests on. With "files", all files are there and
+    have the right size; with "manifest", they were too many to look for; with "names", another library's checkpoint was
+    not opened. `data_bytes`: the tensors and values of ranks; `new_bytes`: those of them that its own save wrote.
+    `file_bytes`: all files that it needs, those of earlier saves and the manifest included, so steps that share a file
+    each count it; `new_file_bytes`: what its own save added to the disk. None: not known. `used_by`: the folders of the
+    steps that use data of one that was removed. `kept`: why the rule of the run keeps it. `verified`: when `milepost
+    verify --record` last read all of it.
     """
 
     step: int | None
