@@ -344,14 +344,10 @@ def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0)
         file_bytes=sum(file.size_bytes for file in manifest.stored) + manifest_bytes,
         new_file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
         created=manifest.created or None,
-        metrics=_metrics(manifest) if ours else {},
+        # JSON has no numbers that are not finite.
+        metrics={n: v if math.isfinite(v) else None for n, v in metrics_of(manifest).items()} if ours else {},
         timings=manifest.timings,
     )
-
-
-def _metrics(manifest: Manifest) -> dict[str, float | None]:
-    """The metrics of a checkpoint; None for one that is no finite number, which JSON does not have."""
-    return {name: value if math.isfinite(value) else None for name, value in metrics_of(manifest).items()}
 
 
 def _other(place: Store, name: str, names: frozenset[str]) -> _Inspected | None:
