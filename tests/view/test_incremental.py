@@ -10,6 +10,7 @@ from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.testing import run_ranks
 from milepost.view import Budget, ViewOptions, collect
+from milepost.view.follow import Followed
 from tests.browser import soon
 from tests.view import jobs
 
@@ -117,6 +118,17 @@ def test_files_that_were_not_looked_up_are_not_guessed(show, shared):
     page.select_option("#step-select", label="200")
     page.click("#tab-layout")
     assert "Of earlier saves\nnot known" in soon(page.inner_text, "#layout-facts")
+
+
+def test_page_that_follows_a_run_knows_the_files_of_new_steps(tmp_path):
+    with milepost.Checkpointer(tmp_path, incremental=True) as keeper:
+        made = Followed(tmp_path, ViewOptions(Budget(headers=1)))
+        for step in (1, 2, 3, 4):
+            keeper.save({"frozen": torch.ones(20_000), "step": step}, step)
+            assert made.look()
+    tables = [made.page.files[step.files].older for step in made.page.steps]
+    assert [len(older) for older in tables] == [0, 1, 1, 1]
+    assert all(older[0].entries for older in tables[1:]), "one header at each look"
 
 
 def test_single_step_and_one_with_a_lost_file_are_shown(show, shared, tmp_path):

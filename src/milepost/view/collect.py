@@ -69,7 +69,7 @@ class ViewOptions:
 
 
 def collect(place: Location, wanted: ViewOptions | None = None, tell: Tell | None = None) -> Page:
-    """What is known about the run or the checkpoint at `place`. Reads manifests, and tables of checksums to compare.
+    """What is known about the run or the checkpoint at `place`. Reads manifests, tables of checksums and headers.
 
     A step of a run that cannot be read is shown as damaged, with the reason. Raises CheckpointNotFound if there is
     neither a run nor a checkpoint, and what `milepost.open` raises for a single checkpoint that cannot be read.
@@ -89,14 +89,14 @@ class Collection:
 
     def __init__(self, store: Store, wanted: ViewOptions) -> None:
         self._store, self._wanted = store, wanted
-        budget = wanted.budget
-        self._shared = SharedParts(budget.structures_bytes, HeaderBudget(budget.headers, budget.headers_bytes))
+        self._shared = SharedParts(wanted.budget.structures_bytes, _headers(wanted.budget))
         self._parts: dict[str, tuple[tuple[object, ...], StepParts]] = {}
         self._comparisons = Comparisons(lambda name: store_of_step(store, name), wanted.compare)
 
     def renew(self, looked: PlaceSummary, tell: Tell | None = None) -> None:
         """Read the steps that are not known yet, or that changed, and forget those that are gone."""
         steps = self._steps(looked)
+        self._shared.headers = _headers(self._wanted.budget)  # a page that follows a run always knows the newest
         if looked.kind != "run":
             self._parts = {"": (_looks(looked.steps[0]), self._one(looked.steps[0]))} if steps else {}
             return
@@ -138,6 +138,10 @@ class Collection:
         if not is_run:
             return page
         return self._comparisons.added_to(page, self._wanted.budget.pairs, self._wanted.budget.read_bytes)
+
+
+def _headers(budget: Budget) -> HeaderBudget:
+    return HeaderBudget(budget.headers, budget.headers_bytes)
 
 
 def _looks(summary: StepSummary | None) -> tuple[object, ...]:
