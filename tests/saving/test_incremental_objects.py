@@ -14,7 +14,7 @@ from milepost.inspection.pruning import plan_pruning, prune
 from milepost.inspection.runs import look_at
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, step_name
-from milepost.store import AtGeneration, Within, store_at
+from milepost.store import AtGeneration, LocalStore, Within, store_at
 from milepost.testing import CountingStore, LateStore, run_ranks
 from tests.commit.object_places import OBJECTS, RequestStore, objects
 from tests.urls import below
@@ -206,6 +206,26 @@ def test_base_elsewhere_is_not_used():
         with milepost.open(Within(store, name)) as checkpoint:
             assert not checkpoint.manifest.older
     assert not [name for store in (one, other) for name in store.objects if sign_at(name.partition("/")[2])]
+
+
+def test_copy_of_a_run_in_a_folder_keeps_what_its_steps_use(tmp_path):
+    """Made by a tool that knows nothing of checkpoints: signs and notes come along."""
+    store = objects()
+    with Checkpointer(store, incremental=True) as keeper:
+        for step in (1, 2, 3):
+            keeper.save(state(step), step)
+    for name, content in store.objects.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    local = LocalStore(tmp_path)
+    with Checkpointer(tmp_path, incremental=True, keep_last=1) as keeper:
+        for gone in (1, 2):
+            keeper.remove(gone)
+            check(local, 3)
+        assert keeper.save(state(4), 4).reused_bytes == FROZEN_BYTES, "by a second name"
+        check(local, 4)
+        keeper.save(state(5), 5)
+    assert {path.name for path in tmp_path.iterdir()} == {NAMES[5]}
 
 
 # --- what goes wrong

@@ -23,8 +23,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from msgspec import structs
-
 from milepost.core.manifest import Manifest, OlderFile, ShardFile
 from milepost.core.reuse import FileId, older_file
 from milepost.core.save_id import intended_generation
@@ -79,10 +77,8 @@ class SignTarget:
 
 def _row(base: Manifest, record: ShardFile, rank: int, used_bytes: int, base_folder: str) -> OlderFile | None:
     """The row of a file of the base. None for one that is there under a name of its own: a copy made it so."""
-    row = older_file(record, base, rank, used_bytes)
-    if isinstance(record, OlderFile) and not record.folder:
-        return None
-    return structs.replace(row, folder=row.folder or base_folder)
+    folder = record.folder if isinstance(record, OlderFile) else base_folder
+    return older_file(record, base, rank, used_bytes, folder) if folder else None
 
 
 def _create(store: Store, name: str) -> None:

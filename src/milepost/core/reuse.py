@@ -121,8 +121,11 @@ def worth_keeping(
     return {name: one for name, one in chosen.items() if one.number not in wasted}
 
 
-def older_file(record: ShardFile, base: Manifest, rank: int, used_bytes: int) -> OlderFile:
-    """The row of a file of the base, for a rank of the save that goes on using it."""
+def older_file(record: ShardFile, base: Manifest, rank: int, used_bytes: int, folder: str = "") -> OlderFile:
+    """The row of a file of the base, for a rank of the save that goes on using it.
+
+    `folder`: where it lies, if it gets no name in the folder of that save.
+    """
     file = id_of(record, base)
     return OlderFile(
         rank=rank,
@@ -136,7 +139,7 @@ def older_file(record: ShardFile, base: Manifest, rank: int, used_bytes: int) ->
         writer=file.writer,
         age=age_of(record) + 1,
         used_bytes=used_bytes,
-        folder=record.folder if isinstance(record, OlderFile) else "",
+        folder=folder,
     )
 
 
