@@ -108,7 +108,7 @@ def test_another_job_frees_what_stayed():
             keeper.save(state(step), step)
         keeper.remove(1)
     remove_checkpoint(Within(store, NAMES[2]))
-    assert plan_pruning(store, Rule(keep_last=1)).cut_short == ()
+    assert plan_pruning(store, Rule(keep_last=1)).pruning.cut_short == ()
     prune(store, Rule(keep_last=1))
     assert data_in(store, 1)
     check(store, 3)
