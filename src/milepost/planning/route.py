@@ -14,6 +14,7 @@ from milepost.errors import InvalidRequest
 from milepost.planning.default import DefaultSavePlanner
 from milepost.planning.protocol import SavePlanner, StorageWriter
 from milepost.planning.storage import CheckpointWriter
+from milepost.saving.base import BaseSource
 from milepost.saving.options import SaveOptions
 from milepost.saving.pipeline import Receipt
 
@@ -104,12 +105,14 @@ def ignored_by_save(given: Mapping[str, Any], chosen: SaveRoute, *, own_writer: 
 
     `own_writer`: the caller passed a storage writer.
     """
+    # What a caller gives as `base` is a place; a `Checkpointer` gives its newest step.
+    given = {"incremental" if isinstance(value, BaseSource) else name: value for name, value in given.items()}
     of_planner = {"types", "allow_pickle"}
     of_writer = {"transfer", "host_memory_bytes", "progress"} if own_writer else set()
     of_usual_path = set()
     if isinstance(chosen, GlobalPlanner):
         of_usual_path = {"on_difference", "compare_replicas", "reduce_partial", "statistics", "healthy"}
-        of_usual_path |= {"base", "max_depth", "max_waste"}
+        of_usual_path |= {"base", "incremental", "max_depth", "max_waste"}
         if not isinstance(chosen.writer, CheckpointWriter):
             of_writer |= {"metadata", "overwrite"}
     return (

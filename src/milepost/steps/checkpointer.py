@@ -25,7 +25,6 @@ from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,
     CheckpointNotFound,
-    CheckpointUnhealthy,
     InvalidRequest,
 )
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords, make_load_options
@@ -33,25 +32,39 @@ from milepost.loading.pipeline import refuse_load
 from milepost.planning.protocol import LoadPlanner, SavePlanner
 from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings, make_options
 from milepost.saving.pipeline import Receipt, refuse
-from milepost.steps.choosing import RestoreChoice, SkippedSteps, choose, newest_healthy, nothing_left
+from milepost.steps.choosing import (
+    RestoreChoice,
+    SkippedSteps,
+    allows_another,
+    choose,
+    is_unhealthy,
+    newest_healthy,
+    nothing_left,
+)
 from milepost.steps.names import OWN_NAMES, StepNames
 from milepost.steps.notebook import run_html
-from milepost.steps.options import NewestStep, RunKeywords, at_step, check_options, only, unknown_options, wrong_values
+from milepost.steps.options import (
+    NewestStep,
+    RunKeywords,
+    at_step,
+    check_options,
+    only,
+    refuse_planner,
+    root_at,
+    unknown_options,
+    wrong_values,
+)
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import Shelf, checked_step, with_notes
 from milepost.steps.storage_checkpointer import ranks_by
 from milepost.steps.verify_share import verify_share
-from milepost.store import AtGeneration, Location, Store, store_at
+from milepost.store import Location
 
 if TYPE_CHECKING:
     import torch
     import torch.distributed as dist
 
 _log = logging.getLogger("milepost")
-_ANOTHER = {"CheckpointDamaged", "CheckpointNotFound", "CheckpointUnhealthy"}
-"""The errors after which `restore` goes on to an older step."""
-
-
 _REMOVING = Meeting("removing", Wire(NoneType), Wire(NoneType))
 _SWEEPING = Meeting("removing", Wire(NoneType), Wire(list[int]))
 
@@ -76,7 +89,7 @@ class Checkpointer:
 
     `incremental=True`: what did not change since the newest step is not written again, and is shared by both. Each step
     stays whole by itself, whichever others are removed. `max_depth`, `max_waste`: when unchanged data is written again;
-    see `save`.
+    see `save`. After a restore that found damage, only the step that it found whole, and later ones, are shared with.
 
     `process_group`, `timeout_s`: the ranks that save and restore together, as for `milepost.save`. `coordinator_rank`:
     the rank that decides. `no_dist`: this process alone. `save_planner`, `load_planner`: used for every save and load.
@@ -128,11 +141,12 @@ class Checkpointer:
             options["types"] = items_of("types", options["types"])  # for every call, also if it can be read only once
         self._for_saves: SaveSettings = only(SAVE_SETTINGS, options)
         self._for_loads: LoadKeywords = only(LOAD_OPTIONS, options)
-        make_options(**self._for_saves)
         make_load_options(**self._for_loads)
         found = StepNames(names, also_read)
-        self._shelf = Shelf(_root(path), found)
-        self._base = NewestStep(self._shelf.root, found) if incremental else None
+        self._shelf, self._names, self._incremental = Shelf(root_at(path), found), found, incremental
+        make_options(**self._given({}, Plans(), {}, self._base()))
+        if incremental and save_planner is not None:
+            refuse_planner(self._shelf.root, save_planner)
         self._ranks = ranks_by(process_group, timeout_s, coordinator_rank, no_dist)
         self._make_saver: Callable[[], SaveEngine] = lambda: SaveEngine(
             background=background,
@@ -166,6 +180,7 @@ class Checkpointer:
         *,
         metrics: Mapping[str, float] | None = None,
         metadata: Mapping[str, Any] | None = None,
+        incremental: bool | None = None,
         planner: SavePlanner | None = None,
         **options: Unpack[SaveSettings],
     ) -> Receipt:
@@ -173,7 +188,8 @@ class Checkpointer:
 
         Returns once the step is committed and survives power loss. An existing step is replaced atomically, or refused
         with `overwrite=False`. `metrics` are kept in the checkpoint's metadata, as `metadata["metrics"]`; those of the
-        coordinator count, and other ranks may pass none. Further options are those of `milepost.save`.
+        coordinator count, and other ranks may pass none. `incremental`: for this save, in place of that of the
+        Checkpointer; False writes everything, and later saves share that. Further options are those of `milepost.save`.
 
         Old steps are removed only if the newest step that remains looks whole. If that is the step just saved and it is
         not whole, CheckpointDamaged is raised. A step that cannot be removed is logged, and the next save tries again.
@@ -183,7 +199,8 @@ class Checkpointer:
         with calling(comm, Call("saving to", self.url)):
             place = self._shelf.place(step)
             earlier = self._saver.take_error() if self._saver is not None else None
-            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
+            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
+            wrong = wrong or wrong_values({"metadata": metadata, "incremental": incremental})
             if wrong is not None:
                 refuse(place, comm, wrong)
             metadata = dict(metadata or {})
@@ -192,9 +209,9 @@ class Checkpointer:
                     metadata = with_notes(metadata, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     refuse(place, comm, error)
-            given = self._given(metadata, self._plans, options)
-            at_step(given, step)
             planner = planner if planner is not None else self._save_planner
+            given = self._given(metadata, self._plans, options, self._base(incremental, planner))
+            at_step(given, step)
             with operating_on(comm, "save", place.url, step=step, wraps=True):
                 receipt = save(state, place, planner=planner, process_group=comm, **given)
                 self._retain(comm, step)
@@ -209,6 +226,7 @@ class Checkpointer:
         metadata: Mapping[str, Any] | None = None,
         optimizer: "torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None" = None,
         stage: Way | None = None,
+        incremental: bool | None = None,
         planner: SavePlanner | None = None,
         **options: Unpack[SaveSettings],
     ) -> PendingSave:
@@ -228,7 +246,8 @@ class Checkpointer:
                 place = self._shelf.place(step)
             except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
                 engine.refuse(ticket, self.url, error)
-            wrong = unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values({"metadata": metadata})
+            wrong = unknown_options(options, SAVE_SETTINGS, "a save")
+            wrong = wrong or wrong_values({"metadata": metadata, "incremental": incremental})
             if wrong is not None:
                 engine.refuse(ticket, place, wrong)
             made = dict(metadata or {})
@@ -237,7 +256,7 @@ class Checkpointer:
                     made = with_notes(made, metrics, self._rule)
                 except Exception as error:  # noqa: BLE001  # raised by `refuse`
                     engine.refuse(ticket, place, error)
-            given = self._given(made, engine.plans, options)
+            given = self._given(made, engine.plans, options, self._base(incremental, planner))
             at_step(given, step)
             request = SaveRequest(state, place, stage, optimizer, planner, None, lambda comm: self._retain(comm, step))
             with operating_on(comm, "save", place.url, step=step, wraps=True):
@@ -245,9 +264,19 @@ class Checkpointer:
 
         return unless_interrupted(begin)
 
-    def _given(self, metadata: dict[str, Any], plans: Plans, options: SaveSettings) -> SaveKeywords:
+    def _given(
+        self, metadata: dict[str, Any], plans: Plans, options: SaveSettings, base: NewestStep | None
+    ) -> SaveKeywords:
         """The options of one save: those of the run, and over them those of the call."""
-        return {"metadata": metadata, "plans": plans, "base": self._base, **self._for_saves, **options}
+        return {"metadata": metadata, "plans": plans, "base": base, **self._for_saves, **options}
+
+    def _base(self, incremental: bool | None = None, planner: SavePlanner | None = None) -> NewestStep | None:
+        """The base of one save."""
+        wanted = self._incremental if incremental is None else incremental
+        if wanted or (self._incremental and planner is None):
+            # One that shall share nothing has a base that is never found, so that later saves can share with it.
+            return NewestStep(self._shelf.root, self._names, self._shelf.trusted if wanted else frozenset())
+        return None
 
     def prewarm(self, state: Any) -> None:
         """Make the memory and the process that `async_save` of this state needs, ahead of time. On every rank."""
@@ -322,6 +351,7 @@ class Checkpointer:
                 if chosen.step is None:
                     # A meeting: a rank that looks at another place hears of it here.
                     together(comm, Call("restoring from", self.url), "finding nothing", lambda: None)
+                    self._shelf.note_damage(skipped.damaged, None)
                     return nothing_left(self.url, skipped, default)
                 try:
                     place = self._shelf.within(chosen.folder)
@@ -332,14 +362,18 @@ class Checkpointer:
                     with operating_on(comm, "load", place.url, step=chosen.step, wraps=True):
                         load(state, place, planner=planner, process_group=comm, **given)
                 except CheckpointError as error:
-                    if step is not None or not _allows_another(error):
+                    if not allows_another(error):
                         raise
-                    kind = skipped.unhealthy if _is_unhealthy(error) else skipped.damaged
+                    if step is not None:
+                        self._shelf.note_damage({} if is_unhealthy(error) else {step: str(error)}, None)
+                        raise
+                    kind = skipped.unhealthy if is_unhealthy(error) else skipped.damaged
                     kind[chosen.step] = str(error)
                     operation.skip(chosen.step, str(error))
                     if comm.rank == comm.coordinator:
                         _log.warning("skipping step %d: %s", chosen.step, error)
                 else:
+                    self._shelf.note_damage(skipped.damaged, chosen.step)
                     return chosen.step
 
     def steps(self) -> list[int]:
@@ -450,13 +484,6 @@ class Checkpointer:
             raise InvalidRequest(f"{self!r} is closed")
 
 
-def _root(path: Location) -> Store:
-    root = store_at(path)
-    if isinstance(root, AtGeneration):
-        raise InvalidRequest(f"{root.url}: a generation belongs to one checkpoint; load that step by itself instead")
-    return root
-
-
 def _refuse_restore(shelf: Shelf, comm: Comm, chosen: RestoreChoice, wrong: InvalidRequest) -> NoReturn:
     """Join the restore that the other ranks make in order to fail it."""
     if chosen.step is None:
@@ -469,14 +496,3 @@ def _refuse_restore(shelf: Shelf, comm: Comm, chosen: RestoreChoice, wrong: Inva
 
 def _raise(error: Exception) -> NoReturn:
     raise error
-
-
-def _allows_another(error: CheckpointError) -> bool:
-    """Whether all that went wrong, on all ranks, is that this checkpoint is damaged or gone. The same on every rank."""
-    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
-    return kinds <= _ANOTHER
-
-
-def _is_unhealthy(error: CheckpointError) -> bool:
-    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
-    return kinds == {CheckpointUnhealthy.__name__}

@@ -7,7 +7,7 @@ import msgspec
 
 from milepost.comm import Announcement, Call, Comm, broadcast, mark_told
 from milepost.core.wire import Wire
-from milepost.errors import CheckpointDamaged, CheckpointNotFound, CheckpointUnhealthy
+from milepost.errors import CheckpointDamaged, CheckpointError, CheckpointNotFound, CheckpointUnhealthy
 from milepost.steps.shelf import Shelf
 
 
@@ -27,6 +27,8 @@ class SkippedSteps:
     unhealthy: dict[int, str] = field(default_factory=dict)
 
 
+_ANOTHER = {"CheckpointDamaged", "CheckpointNotFound", "CheckpointUnhealthy"}
+"""The errors after which a restore goes on to an older step."""
 _NOTHING = RestoreChoice(None, "", verify_first=False)
 _CHOOSING = Announcement("choosing", Wire(RestoreChoice))
 
@@ -83,3 +85,15 @@ def nothing_left(url: str, skipped: SkippedSteps, default: int | None) -> int:
 
 def _listed(reasons: Mapping[int, str]) -> str:
     return "\n  ".join(f"step {step}: {reasons[step]}" for step in sorted(reasons, reverse=True))
+
+
+def allows_another(error: CheckpointError) -> bool:
+    """Whether all that went wrong, on all ranks, is that this checkpoint is damaged or gone. The same on every rank."""
+    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    return kinds <= _ANOTHER
+
+
+def is_unhealthy(error: CheckpointError) -> bool:
+    """Whether all that went wrong is that a rule found this checkpoint unhealthy. The same on every rank."""
+    kinds = {failure.kind for failure in error.failures.values()} or {type(error).__name__}
+    return kinds == {CheckpointUnhealthy.__name__}

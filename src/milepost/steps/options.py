@@ -7,23 +7,27 @@ from typing import Any
 from milepost.core.option_values import check_values
 from milepost.errors import InvalidRequest
 from milepost.loading.options import LOAD_OPTIONS, LoadKeywords
+from milepost.planning.protocol import SavePlanner
+from milepost.planning.route import ignored_by_save, route
+from milepost.planning.storage import CheckpointWriter
 from milepost.saving.health import HealthCheck, HealthRule
 from milepost.saving.options import SAVE_SETTINGS, SaveKeywords, SaveSettings
 from milepost.steps.names import StepNames
 from milepost.steps.shelf import METRICS, Shelf
-from milepost.store import Store, Within
+from milepost.store import AtGeneration, Location, Store, Within, store_at
 
 
 @dataclass(frozen=True, slots=True)
 class NewestStep:
-    """The base of incremental saves: the newest step under a root."""
+    """The base of incremental saves: the newest step under a root. `trusted`: one of these steps; None: any."""
 
     root: Store
     names: StepNames
+    trusted: frozenset[int] | None = None
 
     def find(self) -> str | None:
         """The name of its folder. None if nothing was saved yet."""
-        return Shelf(self.root, self.names).newest_own()
+        return Shelf(self.root, self.names).newest_own(self.trusted)
 
     def at(self, name: str) -> Store:
         """The store of a step."""
@@ -86,3 +90,18 @@ def wrong_values(given: Mapping[str, Any]) -> InvalidRequest | None:
 def only(names: frozenset[str], options: Mapping[str, Any]) -> Any:
     """The options of these names."""
     return {name: value for name, value in options.items() if name in names}
+
+
+def refuse_planner(root: Store, planner: SavePlanner) -> None:
+    """Raise InvalidRequest for a planner whose saves cannot be incremental."""
+    wrong = ignored_by_save({"incremental": True}, route(CheckpointWriter(root), planner), own_writer=False)
+    if wrong is not None:
+        raise wrong
+
+
+def root_at(path: Location) -> Store:
+    """The store of a run. Raises InvalidRequest for a place of one checkpoint."""
+    root = store_at(path)
+    if isinstance(root, AtGeneration):
+        raise InvalidRequest(f"{root.url}: a generation belongs to one checkpoint; load that step by itself instead")
+    return root

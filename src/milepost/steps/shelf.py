@@ -61,6 +61,8 @@ class Shelf:
         self._removed: dict[int, tuple[float, Sequence[str]]] = {}
         self._used: dict[int, Sequence[str]] = {}
         """The markers of removals that left data which other steps used."""
+        self._damaged: dict[int, str] = {}
+        self._trusted: frozenset[int] | None = None
 
     def place(self, step: int) -> Store:
         """The store into which a step is saved."""
@@ -78,13 +80,38 @@ class Shelf:
         """The newest step, and the name under the root where it is read from."""
         return self._survey.newest()
 
-    def newest_own(self) -> str | None:
-        """The name of the folder of the newest step that is no other program's; None without any."""
+    def newest_own(self, among: Collection[int] | None = None) -> str | None:
+        """The name of the folder of the newest step that is no other program's; None without any.
+
+        `among`: one of these steps; None: any.
+        """
         found = self._survey.newest()
-        if found is not None and self._patterns.own.step(found[1]) == found[0]:
+        if found is not None and self._patterns.own.step(found[1]) == found[0] and (among is None or found[0] in among):
             return found[1]  # the usual case, which asks few folders
-        step = max(self._survey.committed(), default=None)
+        committed = self._survey.committed()
+        step = max(committed if among is None else committed.keys() & set(among), default=None)
         return None if step is None else self._patterns.own.name(step)
+
+    @property
+    def trusted(self) -> frozenset[int] | None:
+        """The steps whose data a save may go on using. None: all, since no restore has found damage."""
+        return self._trusted
+
+    def note_damage(self, damaged: Mapping[int, str], whole: int | None) -> None:
+        """Remember the steps that a restore found damaged, and the one that it found whole.
+
+        The damaged ones do not count when old steps are removed. Other steps may share the damaged files, so only the
+        whole one is trusted, and those that are saved from now on.
+        """
+        if damaged:
+            self._damaged.update(damaged)
+            self._trusted = frozenset(() if whole is None else (whole,))
+
+    def note_saved(self, step: int) -> None:
+        """Remember that a step was just saved: it is whole now, whatever was known of it."""
+        self._damaged.pop(step, None)
+        if self._trusted is not None:
+            self._trusted |= {step}
 
     def recent(self, count: int) -> list[tuple[int, str]]:
         """The newest steps, newest first, and where each is read from. Costs few requests, however many there are."""
@@ -150,6 +177,7 @@ class Shelf:
         """
         self._survey.forget(saved)
         self._removed.pop(saved, None)
+        self.note_saved(saved)
         self.finish()
         doomed = self._doomed(rule, self._survey.remembered(), saved)
         removed = [step for step in doomed if self._try_to_remove(step)]
@@ -168,14 +196,15 @@ class Shelf:
         return removed
 
     def _doomed(self, rule: Rule, committed: Mapping[int, int], saved: int | None) -> list[int]:
-        scores = self._scored(committed, rule.best if rule.keep_best else None)
+        counted = {step: generation for step, generation in committed.items() if step not in self._damaged}
+        scores = self._scored(counted, rule.best if rule.keep_best else None)
         own = {saved} if saved is not None else set()
         if rule.kept(scores) >= scores.keys() - own:
             return []  # whatever the verdicts are, so that no manifest is read for them
         faults: dict[int, str | None] = {}
         if saved is not None and saved == max(scores):
             self._check_saved(saved, faults)  # first: this reads its manifest, and so its verdict
-        unhealthy = self._unhealthy(committed)
+        unhealthy = self._unhealthy(counted)
         while True:
             kept = rule.kept(scores, unhealthy) | own
             doomed = sorted(scores.keys() - kept)
