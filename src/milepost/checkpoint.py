@@ -1,7 +1,8 @@
 """Looking inside: a checkpoint opened without a process group, a GPU, or torch until a tensor is asked for."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import islice
@@ -12,7 +13,7 @@ from msgspec.structs import replace
 
 from milepost.commit.find import find, parse
 from milepost.core.box import Box, Shape
-from milepost.core.division import read_plan
+from milepost.core.division import PlannedRead, read_plan
 from milepost.core.dtypes import DTYPES
 from milepost.core.layout import Layout
 from milepost.core.manifest import Manifest, Tensor, TensorKind
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
 Index = int | slice | EllipsisType
 MAX_DAMAGES = 1000
 """How many entries that a manifest promises and no file holds are reported; it can promise millions."""
+_ENTRIES_AT_ONCE = 100_000
+"""So many are looked for file by file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,14 +331,34 @@ class Checkpoint(Mapping[str, Any]):
         return Verification(len(self._manifest.stored), read, tuple(damages))
 
     def _check_entries(self) -> Iterator[Damage]:
-        """Whether the files hold all that the manifest promises."""
-        for tensor in self._manifest.tensors:
-            for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape)):
+        """Whether the files hold all that the manifest promises. Goes from file to file: each is opened once or so."""
+        entries = (
+            (item, tensor)
+            for tensor in self._manifest.tensors
+            for item in read_plan(self._manifest, tensor, Box.whole(tensor.shape))
+        )
+        while some := list(islice(entries, _ENTRIES_AT_ONCE)):
+            by_rank: dict[int, list[tuple[PlannedRead, Tensor]]] = defaultdict(list)
+            for item, tensor in some:
+                by_rank[item.rank].append((item, tensor))
+            for rank in sorted(by_rank):
+                yield from self._check_entries_of(by_rank[rank])
+
+    def _check_entries_of(self, entries: Sequence[tuple[PlannedRead, Tensor]]) -> Iterator[Damage]:
+        """Whether the files hold what the manifest promises of one rank."""
+        by_number: dict[int, list[tuple[PlannedRead, Tensor]]] = defaultdict(list)
+        for item, tensor in entries:
+            try:
+                by_number[self._files.number_of(item.rank, item.name)].append((item, tensor))
+            except (CheckpointDamaged, UnsafeCheckpoint) as error:
+                yield Damage(self._files.name_of(item.rank), str(error), (item.name,))
+        for number, found in by_number.items():
+            for item, tensor in found:
                 try:
-                    file = self._files.holding(item.rank, item.name)
+                    file = self._files.of(number)
                     _ = file.packed(item) if tensor.transforms else file.entry(item, tensor.dtype)
                 except (CheckpointDamaged, UnsafeCheckpoint) as error:
-                    yield Damage(self._files.name_of(item.rank), str(error), (item.name,))
+                    yield Damage(self._files.name_of(number), str(error), (item.name,))
 
     def close(self) -> None:
         """Close its files. It may still be used: they are opened again."""

@@ -100,20 +100,15 @@ def _wait_for_copies(worker: Callable[[ReadJob], None]) -> None:
 def _opened(files: Files, by_rank: dict[int, list[Placement]]) -> Iterator[tuple[int, list[Placement]]]:
     """The number of each file with the reads from it, with the files opened some ahead."""
     ranks = sorted(by_rank)
-    for at in range(0, len(ranks), MAX_OPEN // 2):
-        batch = ranks[at : at + MAX_OPEN // 2]
-        files.open_ahead(batch)
-        if not files.manifest.older:
-            yield from ((rank, by_rank[rank]) for rank in batch)
-            continue
+    if not files.manifest.older:
+        yield from ((rank, by_rank[rank]) for rank in files.in_turn(ranks))
+        return
+    for at in range(0, len(ranks), MAX_OPEN // 2):  # the header of a rank tells which file holds an entry of it
         by_file: dict[int, list[Placement]] = defaultdict(list)
-        for placement in chain.from_iterable(by_rank[rank] for rank in batch):
-            by_file[files.number_of(placement.item.rank, placement.item.name)].append(placement)
-        numbers = list(by_file)
-        for first in range(0, len(numbers), MAX_OPEN // 2):
-            some = numbers[first : first + MAX_OPEN // 2]
-            files.open_ahead(some)
-            yield from ((number, by_file[number]) for number in some)
+        for rank in files.in_turn(ranks[at : at + MAX_OPEN // 2]):
+            for placement in by_rank[rank]:
+                by_file[files.number_of(rank, placement.item.name)].append(placement)
+        yield from ((number, by_file[number]) for number in files.in_turn(list(by_file)))
 
 
 def _place_restored(files: Files, placement: Placement, registry: ExtensionRegistry, lossy: bool) -> None:

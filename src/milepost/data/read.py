@@ -45,7 +45,7 @@ MAX_TABLE_BYTES = 256 * MIB
 _WARM_BYTES = 512 * KIB
 """How much is read before it is checked: it is still in the processor's cache then."""
 _REMOVED = "was removed while it was read"
-MAX_OPEN = 64
+MAX_OPEN = 128
 """How many files stay open at once: a checkpoint of a large job has more than a process may open."""
 
 
@@ -411,6 +411,14 @@ class Files:
             files = side_by_side(self.make, missing, self.traits.requests)
             self._open.update(zip(missing, files, strict=True))
 
+    def in_turn(self, numbers: Sequence[int]) -> Iterator[int]:
+        """These numbers, one after the other, with the files opened some ahead."""
+        step = max(MAX_OPEN // 2, 1)
+        for at in range(0, len(numbers), step):
+            batch = numbers[at : at + step]
+            self.open_ahead(batch)
+            yield from batch
+
     @cached_property
     def transforms(self) -> dict[str, tuple[str, ...]]:
         """The tensors whose bytes were transformed, by key, and how."""
@@ -418,14 +426,16 @@ class Files:
 
     def of(self, number: int) -> VerifiedFile:
         """The file that a rank wrote, or one of an earlier save."""
-        if number not in self._open:
+        found = self._open.pop(number, None)
+        if found is None:
             if number not in self._records:
                 raise CheckpointDamaged(
                     f"{self._store.url}: the manifest names data of rank {number}, but no file of it"
                 )
             self._make_room(1)
-            self._open[number] = self.make(number)
-        return self._open[number]
+            found = self.make(number)
+        self._open[number] = found  # at the end: the file that was not asked for the longest is the first
+        return found
 
     def _make_room(self, count: int) -> None:
         while self._open and len(self._open) + count > MAX_OPEN:

@@ -5,7 +5,8 @@ whose checksums the table of the base has. What looks equal there is hashed as a
 """
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -31,7 +32,7 @@ from milepost.core.shardfile import PRIVATE, sums_of
 from milepost.data.cells import Sample, bytes_between, can_be_sampled, compute_digests
 from milepost.data.collection_pause import CollectionPaused
 from milepost.data.memory import Block
-from milepost.data.read import Files, VerifiedFile, place_of
+from milepost.data.read import Files, place_of
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import EntryToWrite
 from milepost.errors import CheckpointError, SaveCancelled
@@ -108,8 +109,8 @@ class ReuseBase:
         """
         try:
             with CollectionPaused():
-                found = [self._candidate(entry, boxes.get(entry.header.name), rules.max_depth) for entry in entries]
-            chosen = _equal([one for one in found if one is not None], transfer, meter)
+                found = list(self._candidates(entries, boxes, rules.max_depth))
+            chosen = _equal(found, transfer, meter)
             return self._kept(worth_keeping(chosen, self._judged(chosen), rules.max_waste), target)
         except (CheckpointError, OSError) as error:
             if isinstance(error, SaveCancelled):
@@ -119,30 +120,51 @@ class ReuseBase:
         finally:
             self._files.close()
 
-    def _candidate(self, entry: EntryToWrite, where: tuple[str, Box] | None, max_depth: int) -> "_Candidate | None":
-        """Where the base holds an entry of the same name, type and shape."""
-        name, dtype = entry.header.name, DTYPES[entry.header.dtype]
-        if name == PRIVATE or not entry.header.size_bytes or not can_be_sampled(entry.data):
-            return None
-        rank = self._rank
-        digest = self._digest(rank, name)
-        if digest is None and where is not None:
-            rank = self._elsewhere(name, *where)
-            digest = self._digest(rank, name)
-        if digest is None:
-            return None
-        number = self._files.number_of(rank, name)
-        # One that several ranks of the base use has several rows there. Here it gets one.
-        number = self._numbers.setdefault(id_of(self._files.record(number), self._manifest), number)
-        file = self._files.of(number)
-        held = file.header.entries.get(name)
-        if held is None or held.dtype != dtype.stored_as or held.shape != (*entry.header.shape, *dtype.inner):
-            return None
-        is_old = age_of(self._files.record(number)) >= max_depth
-        return None if is_old else _Candidate(entry, number, digest, file, held.data_offsets[0])
+    def _candidates(
+        self, entries: Sequence[EntryToWrite], boxes: Mapping[str, tuple[str, Box]], max_depth: int
+    ) -> "Iterator[_Candidate]":
+        """Where the base holds entries of the same name, type and shape. Goes from file to file: each is opened once.
 
-    def _digest(self, rank: int, name: str) -> bytes | None:
-        return self._files.of(rank).digests.get(name) if rank in self._writers else None
+        One that is in a file of an earlier save is told by the header of the rank whose entry it is.
+        """
+        by_rank: dict[int, list[EntryToWrite]] = defaultdict(list)
+        own = self._digests_of(self._rank)
+        for entry in entries:
+            name = entry.header.name
+            if name == PRIVATE or not entry.header.size_bytes or not can_be_sampled(entry.data):
+                continue
+            where = boxes.get(name)
+            rank = self._rank if name in own or where is None else self._elsewhere(name, *where)
+            by_rank[rank].append(entry)
+        by_number: dict[int, list[tuple[EntryToWrite, bytes]]] = defaultdict(list)
+        for rank in self._files.in_turn(list(by_rank)):
+            digests = self._digests_of(rank)
+            for entry in by_rank[rank]:
+                if entry.header.name in digests:
+                    by_number[self._number(rank, entry.header.name)].append((entry, digests[entry.header.name]))
+        young = [number for number in by_number if age_of(self._files.record(number)) < max_depth]
+        for number in self._files.in_turn(young):
+            yield from self._alike(number, by_number[number])
+
+    def _digests_of(self, rank: int) -> Mapping[str, bytes]:
+        return self._files.of(rank).digests if rank in self._writers else {}
+
+    def _number(self, rank: int, name: str) -> int:
+        """The number of the file with an entry. One that several ranks of the base use has several; here it has one."""
+        number = self._files.number_of(rank, name)
+        return self._numbers.setdefault(id_of(self._files.record(number), self._manifest), number)
+
+    def _alike(self, number: int, held: Iterable[tuple[EntryToWrite, bytes]]) -> "Iterator[_Candidate]":
+        """Those of the entries that a file holds with their type and shape."""
+        file = self._files.of(number)
+        for entry, digest in held:
+            there, dtype = file.header.entries.get(entry.header.name), DTYPES[entry.header.dtype]
+            if there is not None and (there.dtype, there.shape) == (
+                dtype.stored_as,
+                (*entry.header.shape, *dtype.inner),
+            ):
+                start = there.data_offsets[0]
+                yield _Candidate(entry, number, digest, start, _looks(start, entry.header.size_bytes, file.checksums))
 
     def _elsewhere(self, name: str, key: str, box: Box) -> int:
         """The rank that holds this very entry in the base, where the base was cut otherwise; -1 if none does."""
@@ -200,13 +222,16 @@ class LinkTarget:
 
 
 class _Candidate(NamedTuple):
-    """An entry, and the one of the base that may be equal: in which file, where it starts there, and its digest."""
+    """An entry, and the one of the base that may be equal: in which file, its digest, and where it starts there.
+
+    `looks`: some blocks inside, each with where it begins in the entry and the checksum that the base has of it.
+    """
 
     entry: EntryToWrite
     number: int
     digest: bytes
-    file: VerifiedFile
     start: int
+    looks: Mapping[int, int]
 
     @property
     def size_bytes(self) -> int:
@@ -218,16 +243,18 @@ class _Candidate(NamedTuple):
         return self.entry.data
 
     def may_be_equal(self, block: Block) -> bool:
-        """False if one of three blocks inside has another checksum than in the base."""
-        first, last = -(-self.start // BLOCK_BYTES), (self.start + self.size_bytes) // BLOCK_BYTES
-        if first >= last:
-            return True
-        sums = self.file.checksums
-        return all(self._block_sum(at, block) == sums[at] for at in sorted({first, (first + last) // 2, last - 1}))
+        """False if one of the blocks has another checksum than in the base."""
+        return all(self._block_sum(low, block) == expected for low, expected in self.looks.items())
 
-    def _block_sum(self, at: int, block: Block) -> int:
-        low = at * BLOCK_BYTES - self.start
+    def _block_sum(self, low: int, block: Block) -> int:
         return sums_of([bytes_between(self.data, low, low + BLOCK_BYTES, block)], BLOCK_BYTES)[0]
+
+
+def _looks(start: int, size_bytes: int, checksums: Sequence[int]) -> dict[int, int]:
+    """Three blocks inside an entry that begins at `start` of its file: where each begins in it, and its checksum."""
+    first, last = -(-start // BLOCK_BYTES), (start + size_bytes) // BLOCK_BYTES
+    inside = sorted({first, (first + last) // 2, last - 1}) if first < last else ()
+    return {at * BLOCK_BYTES - start: checksums[at] for at in inside}
 
 
 def _equal(candidates: Sequence[_Candidate], transfer: Transfer, meter: Meter) -> dict[str, Reusable]:

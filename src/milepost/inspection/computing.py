@@ -67,8 +67,8 @@ def _of_files(
     meter.expect(_data_bytes(files, wanted))
     found, transfer = [], limited_transfer(None)
     for rank, entries in wanted.items():
+        _refuse_missing(files, rank, tensors, set(entries.values()))
         file = files.of(rank)
-        _refuse_missing(files, file, tensors, set(entries.values()))
         tally = Tally("histogram" if histogram else "numbers")
         tally.begin(_spans(file, tensors, entries), file.header.data_bytes)
         file.read_through(lambda start, block: tally.add(start, [block]), transfer, meter)  # noqa: B023  # called here
@@ -76,12 +76,12 @@ def _of_files(
     return found
 
 
-def _refuse_missing(files: Files, file: VerifiedFile, tensors: Sequence[Tensor], numbers: set[int]) -> None:
+def _refuse_missing(files: Files, file: int, tensors: Sequence[Tensor], numbers: set[int]) -> None:
     """Raise CheckpointDamaged unless the file holds what the manifest says, as it says."""
     for tensor in (tensors[number] for number in numbers):
         for item in read_plan(files.manifest, tensor, Box.whole(tensor.shape)):
-            if files.holding(item.rank, item.name) is file:
-                file.entry(item, tensor.dtype)
+            if files.number_of(item.rank, item.name) == file:
+                files.of(file).entry(item, tensor.dtype)
 
 
 def _spans(file: VerifiedFile, tensors: Sequence[Tensor], entries: dict[str, int]) -> list[TalliedEntry]:
