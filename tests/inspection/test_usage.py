@@ -12,6 +12,7 @@ from milepost.inspection.pruning import plan_pruning, prune
 from milepost.inspection.runs import look_at
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import step_name
+from milepost.store import MemoryStore, Traits
 
 WIDTH = 1 << 18
 
@@ -63,6 +64,24 @@ def test_prune_frees_what_it_says(run, last):
     assert done.freed_bytes == planned.pruning.freed_bytes == before - on_disk(run)
     assert done.shared_bytes == planned.pruning.shared_bytes > WIDTH * 4
     assert look_at(run).file_bytes == on_disk(run)
+
+
+@pytest.mark.parametrize("copy", [milepost.copy, shutil.copytree])
+def test_prune_of_a_copied_run_frees_what_it_says(run, tmp_path, copy):
+    """Steps that were copied hold the data by themselves."""
+    copy(run, tmp_path / "copy")
+    assert look_at(tmp_path / "copy").file_bytes == on_disk(tmp_path / "copy") > on_disk(run) + 3 * WIDTH * 4
+    before = on_disk(tmp_path / "copy")
+    done = prune(tmp_path / "copy", Rule(keep_last=1))
+    assert (done.freed_bytes, done.shared_bytes) == (before - on_disk(tmp_path / "copy"), 0)
+
+
+def test_copied_run_in_an_object_store_shares_nothing(run):
+    store = MemoryStore(traits=Traits(is_current=True, part_bytes=1 << 20, requests=4))
+    milepost.copy(run, store)
+    found = look_at(store)
+    assert found.file_bytes == sum(step.file_bytes for step in found.steps) > 4 * WIDTH * 4
+    assert plan_pruning(store, Rule(keep_last=1)).pruning.shared_bytes == 0
 
 
 def test_prune_of_plain_steps_shares_nothing(tmp_path):

@@ -207,7 +207,7 @@ def _summed(
 ) -> Look:
     """What was found at a place, as a whole."""
     now, kept = datetime.now(UTC), kept or {}
-    files = {one.summary.name: files_of(one.manifest, one.summary.new_file_bytes) for one in seen}
+    files = {one.summary.name: files_of(one.place, one.manifest, one.summary.new_file_bytes) for one in seen}
     steps = (msgspec.structs.replace(one.summary, kept=kept.get(one.summary.name, ())) for one in seen)
     aged = tuple(_aged(step, now) for step in steps)
     return Look(PlaceSummary(url=store.url, kind=kind, steps=aged, file_bytes=room_of(files.values()), **told), files)
