@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 
 import pytest
@@ -161,11 +162,24 @@ def test_base_that_cannot_be_used_costs_only_bytes(tmp_path, damage, caplog):
     receipt = milepost.save(frozen_state(1), tmp_path / "2", base=tmp_path / "1")
     assert receipt.reused_bytes == 0
     assert same(frozen_state(1), loaded(tmp_path / "2", frozen_state()))
-    assert damage == "another format" or "all data is written" in caplog.text
+    assert re.search(r"all (data )?is written", caplog.text)
+
+
+def test_base_that_is_not_there_is_told_quietly(tmp_path, caplog):
+    caplog.set_level("INFO", "milepost")
+    milepost.save(frozen_state(0), tmp_path / "1", base=tmp_path / "0")
+    [told] = [record for record in caplog.records if "all is written" in record.message]
+    assert (told.levelname, str(tmp_path / "0") in told.message) == ("INFO", True)
+
+
+def test_base_that_is_only_read_is_not_asked(tmp_path, caplog):
+    receipt = milepost.save(frozen_state(0), tmp_path / "1", base="https://127.0.0.1:1/steps/1")
+    assert receipt.reused_bytes == 0
+    assert "all data is written" in caplog.text
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EXDEV, errno.EMLINK, errno.ENOTSUP, errno.EACCES])
-def test_without_hard_links_everything_is_written(tmp_path, monkeypatch, number):
+def test_without_hard_links_everything_is_written(tmp_path, monkeypatch, caplog, number):
     milepost.save(frozen_state(0), tmp_path / "1", base=tmp_path / "0")
     really = os.link
 
@@ -177,6 +191,7 @@ def test_without_hard_links_everything_is_written(tmp_path, monkeypatch, number)
     monkeypatch.setattr(os, "link", link)
     receipt = milepost.save(frozen_state(1), tmp_path / "2", base=tmp_path / "1")
     assert receipt.reused_bytes == 0
+    assert "Hard links are needed" in caplog.text
     assert same(frozen_state(1), loaded(tmp_path / "2", frozen_state()))
 
 

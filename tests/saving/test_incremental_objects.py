@@ -218,6 +218,15 @@ def test_copy_of_a_run_in_a_folder_keeps_what_its_steps_use(tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     local = LocalStore(tmp_path)
+    (tmp_path / "latest").symlink_to(tmp_path / NAMES[3])
+    assert milepost.open(tmp_path / "latest").verify().ok
+    elsewhere = tmp_path.with_name("elsewhere")
+    (tmp_path / NAMES[3]).rename(elsewhere)
+    (tmp_path / NAMES[3]).symlink_to(elsewhere)
+    assert milepost.open(tmp_path / NAMES[3]).verify().ok
+    (tmp_path / NAMES[3]).unlink()
+    elsewhere.rename(tmp_path / NAMES[3])
+    (tmp_path / "latest").unlink()
     with Checkpointer(tmp_path, incremental=True, keep_last=1) as keeper:
         for gone in (1, 2):
             keeper.remove(gone)

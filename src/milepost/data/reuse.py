@@ -189,7 +189,14 @@ class ReuseBase:
         files = [(self._files.record(number), size) for number, size in used.items()]
         kept = target.keep(self._store, self._manifest, files) if files else []
         rows = {number: row for number, row in zip(used, kept, strict=True) if row is not None}
-        if len(rows) < len(used):
+        if used and not rows and self._rank == 0:
+            _log.warning(
+                "%s cannot share files with %s, so all data is written. Hard links are needed, on one file system; "
+                "without them leave out `incremental`: every save looks for what did not change",
+                target.store.url,
+                self.where,
+            )
+        elif len(rows) < len(used):
             _log.info("%s: not all files of %s can be kept; that data is written", target.store.url, self.where)
         ids = {number: FileId(row.save_id, row.writer) for number, row in rows.items()}
         entries = {name: KeptEntry(ids[one.number], one.digest) for name, one in chosen.items() if one.number in ids}

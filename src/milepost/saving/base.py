@@ -1,5 +1,6 @@
 """The base of a save: the committed checkpoint whose unchanged data is not written again."""
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,7 +20,8 @@ from milepost.data.reuse import NOTHING, KeepTarget, LinkTarget, ReuseBase, Reus
 from milepost.data.transfer import Meter, Transfer
 from milepost.data.write import EntryToWrite
 from milepost.errors import CheckpointError, CheckpointNotFound
-from milepost.store import Store
+from milepost.store import LocalStore, Store
+from milepost.store.read_only import refuse_read_only
 
 _log = logging.getLogger("milepost")
 
@@ -73,13 +75,26 @@ def choose_base(source: BaseSource | None) -> BaseAim | None:
         if source is None or name is None:
             return None
         store = source.at(name)
+        refuse_read_only(store)  # from there nothing can be shared, and it may be slow to answer
         generation, data = find(store)
         return BaseAim(name, generation, xxhash.xxh3_128_digest(data)) if _is_fit(store, generation, data) else None
     except CheckpointNotFound:
+        with contextlib.suppress(CheckpointError, OSError):
+            _tell_of_none(source)
         return None
     except (CheckpointError, OSError) as error:
         _log.warning("there is no base for this save, so all data is written: %s", error)
         return None
+
+
+def _tell_of_none(source: BaseSource | None) -> None:
+    """Say that there is no checkpoint to share with: loudly where a folder holds something else."""
+    if not isinstance(source, FixedBase):
+        return
+    store = source.store
+    there = isinstance(store, LocalStore) and (store.root.is_file() or next(store.list("", shallow=True), None))
+    level = logging.WARNING if there else logging.INFO
+    _log.log(level, "%s is no checkpoint of Milepost that a save could share data with; all is written", store.url)
 
 
 def _is_fit(store: Store, generation: int, data: bytes) -> bool:

@@ -1,5 +1,6 @@
 """Places beside a place, and second names for objects of theirs."""
 
+import os
 from typing import TypeVar
 
 from milepost.errors import InvalidRequest
@@ -25,6 +26,11 @@ def parent_of(store: Store) -> tuple[Store, str] | None:
 
 def beside(store: Store, name: str) -> Store:
     """The store of the place that has this name beside a store. Raises InvalidRequest where that cannot be told."""
+    if isinstance(store, LocalStore):
+        # A symbolic link may lead to the step, as `latest` does, or from the run to where the step lies.
+        behind = os.path.join(os.path.dirname(os.path.realpath(store.root)), name)
+        if not os.path.isdir(store.root.parent / name) and os.path.isdir(behind):
+            return LocalStore(behind)
     found = parent_of(store)
     if found is None:
         raise InvalidRequest(
