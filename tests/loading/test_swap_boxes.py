@@ -1,6 +1,7 @@
 """Reading once, however tensors are cut, on real ranks: what each rank reads, what it gets, and who fails."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -141,6 +142,43 @@ def load_what_does_not_fit(rank, where):
     assert report.extra_bytes == 0, "a file of another format is not swapped: replicas may still share their reads"
 
 
+def load_with_trouble_between_rounds(rank, where):
+    """Errors and Ctrl-C in the planning of rank 1: the others get all rounds, and hear of it at the end."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt("on purpose")
+
+    def press_ctrl_c():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # the thread that waits for signals wakes up
+
+    def fail_for_want_of_memory():
+        raise MemoryError("on purpose")
+
+    def trouble(owner, name, at, cause, expected):
+        original, calls = getattr(owner, name), []
+
+        def work(*arguments):
+            calls.append(name)
+            found = original(*arguments)
+            if rank == 1 and len(calls) == at:
+                cause()
+            return found
+
+        setattr(owner, name, work)
+        with pytest.raises(expected if rank == 1 else CheckpointError, match="on purpose"):
+            load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, timeout_s=40)
+        setattr(owner, name, original)
+        dist.barrier()
+
+    signal.signal(signal.SIGINT, interrupt)
+    for owner, name, at in ((swap_boxes.BoxSwap, "_prepare", 2), (swap_boxes._Inbox, "take", 3)):
+        trouble(owner, name, at, fail_for_want_of_memory, CheckpointError)
+        trouble(owner, name, at, press_ctrl_c, KeyboardInterrupt)
+        trouble(owner, name, at, interrupt, KeyboardInterrupt)
+    load(rank, where, (3,), [Shard(1)], True)
+
+
 def load_while_one_fails(rank, where):
     """Whatever ends the work of rank 1 between two rounds, all make the rounds, and the same call works then."""
 
@@ -212,6 +250,13 @@ def load_while_a_thread_uses_the_group(rank, where):
         load(rank, where, (3,), [Shard(1)], True)
     dist.all_to_all_single = send
     load(rank, where, (3,), [Shard(1)], True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_trouble_between_rounds_leaves_no_rank_waiting(tmp_path):
+    spawn(2, save, tmp_path, (2,), [Shard(0)])
+    spawn(3, load_with_trouble_between_rounds, tmp_path)
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ from milepost.core.ranks import positions, unpack_ranks
 from milepost.core.shardfile import entry_name, file_order
 
 ALIGN = 16
-"""Where a fragment may start in a message: aligned for any type."""
+"""What the size of a message is a multiple of, so that the next one starts aligned for any type."""
 _ROUND_BYTES = 4 * MIB
 _MOST_READ_BYTES = 128 * MIB
 """How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
@@ -120,6 +120,16 @@ class Rounds:
         size = max(min(memory_bytes // (4 * world), _ROUND_BYTES), _SHORTEST_ROUND)
         at_once = min(memory_bytes // 4, _MOST_READ_BYTES) // size
         return cls(size, max(at_once, 1), memory_bytes // (4 * _BOX_COST_BYTES))
+
+    def sent_bytes(self, world: int, head_bytes: int) -> int:
+        """The most that a rank sends of what it reads at once, with `head_bytes` before each message."""
+        messages = max(min(self.at_once * world, self.boxes), world)
+        # A round holds one element for everyone, if nothing else fits.
+        return self.at_once * max(self.size_bytes, ALIGN * world) + messages * (head_bytes + ALIGN)
+
+    def received_bytes(self, world: int, total_bytes: int, head_bytes: int) -> int:
+        """The most that a rank gets in a round, if it gets `total_bytes` in all."""
+        return min(world * max(self.size_bytes, ALIGN), total_bytes) + world * (head_bytes + ALIGN)
 
 
 class Portion(NamedTuple):
@@ -294,12 +304,14 @@ def _width(tensor: Tensor) -> int:
 
 
 def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
-    """The boxes one after the other in a message."""
-    fragments, at = [], 0
-    for tensor, box in boxes:
-        fragments.append(Fragment(tensor.key, box, at))
-        at = -(-(at + size_bytes(tensor.dtype, box.shape)) // ALIGN) * ALIGN
-    return Message(tuple(fragments), at)
+    """The boxes in a message, the widest types first: so each starts aligned, and nothing lies between them."""
+    listed = list(boxes)
+    places, at = [0] * len(listed), 0
+    for number in sorted(range(len(listed)), key=lambda number: -DTYPES[listed[number][0].dtype].size_bytes):
+        tensor, box = listed[number]
+        places[number], at = at, at + size_bytes(tensor.dtype, box.shape)
+    fragments = tuple(Fragment(tensor.key, box, place) for (tensor, box), place in zip(listed, places, strict=True))
+    return Message(fragments, -(-at // ALIGN) * ALIGN)
 
 
 def copies_of(wanted: Wish) -> int:

@@ -36,8 +36,10 @@ from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.versions import set_versions
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.pieces import Placement
 from milepost.data.place import place_all
 from milepost.data.read import Files
+from milepost.data.threads import Latch
 from milepost.data.transfer import Meter
 from milepost.errors import (
     CheckpointDamaged,
@@ -161,7 +163,10 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
     def trade(agreed: BoxSwap) -> None:
-        agreed.run(place, meter, comm.timeout_s / 2, lossy=lossy)
+        def read_for_all(placements: list[Placement], stopped: Latch) -> None:
+            place(placements, meter=Meter("load", call.place, cancelled=stopped))
+
+        agreed.run(read_for_all, meter, comm.timeout_s / 2, lossy=lossy)
 
     def apply() -> Any:
         check_doubles(target.get().doubles, match.manifest, files, transfer)
