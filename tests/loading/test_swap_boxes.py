@@ -90,7 +90,17 @@ def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
 
 
 def load_in_rounds(rank, where):
+    place_all, used = pipeline.place_all, []
+
+    def counted(*arguments, transfer, **options):
+        used.append(transfer.limit_bytes)
+        place_all(*arguments, transfer=transfer, **options)
+
+    pipeline.place_all = counted
     read = load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, verify=rank != 1)
+    pipeline.place_all = place_all
+    assert len(used) > 2
+    assert max(used) <= MIB // 2, "three quarters of the memory are for the swap"
     dist.barrier()
     return read
 
