@@ -12,7 +12,7 @@ from milepost.core.division import share_out, written_by
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Held, Whole
 from milepost.core.limits import KIB, MIB
-from milepost.core.manifest import ShardFile, Tensor, new_manifest
+from milepost.core.manifest import OlderFile, ShardFile, Tensor, new_manifest
 from milepost.core.ranks import pack_ranks
 from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, Wish, copies_of, merge_wants, packed
 from milepost.core.table import TensorRow
@@ -20,6 +20,13 @@ from milepost.testing import on_mesh, simulate_save
 from tests.strategies import count_cover, examples, layouts, shapes
 
 DTYPE = st.sampled_from(["float32", "int8", "bfloat16", "complex128"])
+
+
+def older_file(rank, used_bytes):
+    """A file of an earlier save that holds this much for a rank."""
+    return OlderFile(
+        rank, used_bytes + 500, 100, "", save_id="00000001-00000000", writer=0, age=1, used_bytes=used_bytes
+    )
 
 
 @st.composite
@@ -32,7 +39,11 @@ def saved(draw, world):
     tensors = tuple(replace(t, parts=draw(st.sampled_from([t.parts, 3]))) for t in tensors)
     listed = [rank for rank in range(world) if draw(st.integers(0, 9))]  # whoever reads of another file is told so
     files = tuple(ShardFile(rank, draw(st.integers(1, 5000)), 1, "") for rank in listed)
+    older = tuple(
+        older_file(rank, draw(st.integers(1, 9000))) for rank in draw(st.lists(st.sampled_from(range(world))))
+    )
     content = {"tensors": tensors, "layouts": found, "files": files, "tree": (), "values": (), "per_rank": ()}
+    content["older"] = older
     return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, **content)
 
 
@@ -135,6 +146,19 @@ def test_all_ranks_read_about_equally_much():
                 shares[sender] += size_bytes(chunk.tensor.dtype, chunk.box.shape)
         assert sum(shares.values()) == total
         assert max(shares.values()) <= 1.02 * total / after
+
+
+def test_all_ranks_read_about_equally_much_of_an_incremental_save():
+    save, _ = plan_of(4, 3, columns(4, 3))
+    files = tuple(replace(file, size_bytes=4096) if file.rank < 2 else file for file in save.manifest.files)
+    held = save.manifest.data_bytes // 4
+    older = (older_file(0, held), older_file(1, held // 2), older_file(1, held // 2))
+    manifest = replace(save.manifest, files=files, older=older)
+    wants = merge_wants([("0-2", [WantRow(row.key, row.layout) for row in columns(4, 3)[1]])])
+    plan, total = SwapPlan(manifest, wants, 3, MIB), sum(t.size_bytes for t in manifest.tensors)
+    for sender in range(3):
+        share = sum(size_bytes(chunk.tensor.dtype, chunk.box.shape) for chunk in plan.chunks_of(sender))
+        assert share <= 1.02 * total / 3
 
 
 def test_rounds_take_little_memory_on_many_ranks():

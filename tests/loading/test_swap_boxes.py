@@ -89,6 +89,28 @@ def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
     assert max(once) < 1.2 * size / world, "all ranks read about the same"
 
 
+def save_twice(rank, first, second):
+    """A step, and a second one that shares with it what did not change: all but one tensor on two of the ranks."""
+    state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    if rank > 1:
+        state["large"].to_local().zero_()
+    milepost.save(state, first, base=first.parent / "none")
+    state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    return milepost.save(state, second, base=first).reused_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_step_that_shares_data_with_an_earlier_one_is_read_once(tmp_path):
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    reused = spawn(4, save_twice, first, second)[0]
+    manifest = milepost.open(second).manifest
+    assert reused == sum(file.used_bytes for file in manifest.older) > manifest.data_bytes // 2
+    once = spawn(4, load, second, (4,), [Shard(1)], True)
+    assert sum(once) < 1.05 * manifest.data_bytes
+    assert max(once) < 1.2 * manifest.data_bytes / 4, "all ranks read about the same"
+
+
 def load_in_rounds(rank, where):
     place_all, used = pipeline.place_all, []
 
