@@ -9,10 +9,10 @@ from msgspec.structs import replace
 
 from milepost.core.box import Box
 from milepost.core.division import share_out, written_by
-from milepost.core.dtypes import size_bytes
+from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Held, Whole
 from milepost.core.limits import KIB, MIB
-from milepost.core.manifest import ShardFile, Tensor, new_manifest
+from milepost.core.manifest import OlderFile, ShardFile, Tensor, new_manifest
 from milepost.core.ranks import pack_ranks
 from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, Wish, copies_of, merge_wants, packed
 from milepost.core.table import TensorRow
@@ -20,6 +20,13 @@ from milepost.testing import on_mesh, simulate_save
 from tests.strategies import count_cover, examples, layouts, shapes
 
 DTYPE = st.sampled_from(["float32", "int8", "bfloat16", "complex128"])
+
+
+def older_file(rank, used_bytes):
+    """A file of an earlier save that holds this much for a rank."""
+    return OlderFile(
+        rank, used_bytes + 500, 100, "", save_id="00000001-00000000", writer=0, age=1, used_bytes=used_bytes
+    )
 
 
 @st.composite
@@ -32,7 +39,11 @@ def saved(draw, world):
     tensors = tuple(replace(t, parts=draw(st.sampled_from([t.parts, 3]))) for t in tensors)
     listed = [rank for rank in range(world) if draw(st.integers(0, 9))]  # whoever reads of another file is told so
     files = tuple(ShardFile(rank, draw(st.integers(1, 5000)), 1, "") for rank in listed)
+    older = tuple(
+        older_file(rank, draw(st.integers(1, 9000))) for rank in draw(st.lists(st.sampled_from(range(world))))
+    )
     content = {"tensors": tensors, "layouts": found, "files": files, "tree": (), "values": (), "per_rank": ()}
+    content["older"] = older
     return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, **content)
 
 
@@ -98,14 +109,16 @@ def test_every_element_is_read_once_and_comes_once_to_who_wants_it(data, before,
 
 @examples(50)
 @given(st.data(), st.integers(1, 40))
-def test_fragments_of_a_message_are_aligned_and_do_not_overlap(data, count):
+def test_fragments_of_a_message_lie_aligned_with_nothing_between(data, count):
     tensors = [Tensor(f"{i}", data.draw(DTYPE), (data.draw(st.integers(0, 40)),), 0) for i in range(count)]
     message = packed((t, Box.whole(t.shape)) for t in tensors)
-    ends = [f.at + size_bytes(t.dtype, t.shape) for f, t in zip(message.fragments, tensors, strict=True)]
-    assert all(f.at % 16 == 0 for f in message.fragments)
-    assert all(end <= nxt.at for end, (_, nxt) in zip(ends, pairwise(message.fragments), strict=False))
-    assert message.size_bytes >= max(ends)
+    sizes = [size_bytes(t.dtype, t.shape) for t in tensors]
+    assert [f.key for f in message.fragments] == [t.key for t in tensors], "in the order in which they were given"
+    assert all(f.at % DTYPES[t.dtype].size_bytes == 0 for f, t in zip(message.fragments, tensors, strict=True))
+    used = sorted((f.at, f.at + size) for f, size in zip(message.fragments, sizes, strict=True) if size)
+    assert all(end == start for (_, end), (start, _) in pairwise(used))
     assert message.size_bytes % 16 == 0
+    assert 0 <= message.size_bytes - sum(sizes) < 16
 
 
 def plan_of(before, after, rows, room=MIB):
@@ -135,11 +148,45 @@ def test_all_ranks_read_about_equally_much():
         assert max(shares.values()) <= 1.02 * total / after
 
 
+def test_all_ranks_read_about_equally_much_of_an_incremental_save():
+    save, _ = plan_of(4, 3, columns(4, 3))
+    files = tuple(replace(file, size_bytes=4096) if file.rank < 2 else file for file in save.manifest.files)
+    held = save.manifest.data_bytes // 4
+    older = (older_file(0, held), older_file(1, held // 2), older_file(1, held // 2))
+    manifest = replace(save.manifest, files=files, older=older)
+    wants = merge_wants([("0-2", [WantRow(row.key, row.layout) for row in columns(4, 3)[1]])])
+    plan, total = SwapPlan(manifest, wants, 3, MIB), sum(t.size_bytes for t in manifest.tensors)
+    for sender in range(3):
+        share = sum(size_bytes(chunk.tensor.dtype, chunk.box.shape) for chunk in plan.chunks_of(sender))
+        assert share <= 1.02 * total / 3
+
+
 def test_rounds_take_little_memory_on_many_ranks():
     assert Rounds.within(512 * MIB, 4) == Rounds(4 * MIB, 32, 65536)
     assert Rounds.within(512 * MIB, 1024) == Rounds(128 * KIB, 1024, 65536)
     assert Rounds.within(512 * MIB, 16384) == Rounds(64 * KIB, 2048, 65536)
     assert Rounds.within(64 * KIB, 4) == Rounds(64 * KIB, 1, 8)
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.integers(1, 3))
+def test_messages_fit_the_memory_that_is_taken_first(data, before, after, at_once):
+    manifest = data.draw(saved(before))
+    rounds = Rounds(64, at_once, 10)
+    plan = SwapPlan(manifest, data.draw(wishes(manifest, after)), after, rounds.size_bytes, 0)
+    coming = [Counter() for _ in range(after)]
+    for sender in range(after):
+        chunks, first = list(plan.chunks_of(sender)), 0
+        while chunks and first <= chunks[-1].round:
+            portion, messages = plan.portion([c for c in chunks if c.round >= first], first, rounds), {}
+            for chunk, to, box in portion.wishes:
+                messages.setdefault((to, chunk.round), []).append((chunk.tensor, box))
+            sizes = {which: 16 + packed(boxes).size_bytes for which, boxes in messages.items()}
+            assert sum(sizes.values()) <= rounds.sent_bytes(after, 16)
+            for (to, number), size in sizes.items():
+                coming[to][number] += size
+            first = portion.stop
+    for rounds_of_one in coming:
+        assert max(rounds_of_one.values(), default=0) <= rounds.received_bytes(after, 2**60, 16)
 
 
 def test_a_rank_reads_for_fewer_rounds_where_they_are_of_many_boxes():

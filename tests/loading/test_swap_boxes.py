@@ -1,6 +1,7 @@
 """Reading once, however tensors are cut, on real ranks: what each rank reads, what it gets, and who fails."""
 
 import os
+import signal
 import time
 
 import pytest
@@ -88,8 +89,40 @@ def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
     assert max(once) < 1.2 * size / world, "all ranks read about the same"
 
 
+def save_twice(rank, first, second):
+    """A step, and a second one that shares with it what did not change: all but one tensor on two of the ranks."""
+    state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    if rank > 1:
+        state["large"].to_local().zero_()
+    milepost.save(state, first, base=first.parent / "none")
+    state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
+    return milepost.save(state, second, base=first).reused_bytes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_step_that_shares_data_with_an_earlier_one_is_read_once(tmp_path):
+    first, second = tmp_path / "step-1", tmp_path / "step-2"
+    reused = spawn(4, save_twice, first, second)[0]
+    manifest = milepost.open(second).manifest
+    assert reused == sum(file.used_bytes for file in manifest.older) > manifest.data_bytes // 2
+    once = spawn(4, load, second, (4,), [Shard(1)], True)
+    assert sum(once) < 1.05 * manifest.data_bytes
+    assert max(once) < 1.2 * manifest.data_bytes / 4, "all ranks read about the same"
+
+
 def load_in_rounds(rank, where):
+    place_all, used = pipeline.place_all, []
+
+    def counted(*arguments, transfer, **options):
+        used.append(transfer.limit_bytes)
+        place_all(*arguments, transfer=transfer, **options)
+
+    pipeline.place_all = counted
     read = load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, verify=rank != 1)
+    pipeline.place_all = place_all
+    assert len(used) > 2
+    assert max(used) <= MIB // 2, "three quarters of the memory are for the swap"
     dist.barrier()
     return read
 
@@ -139,6 +172,43 @@ def load_what_does_not_fit(rank, where):
     report = milepost.explain({"w": target["w"]}, where / "other")
     assert report.fits(), report
     assert report.extra_bytes == 0, "a file of another format is not swapped: replicas may still share their reads"
+
+
+def load_with_trouble_between_rounds(rank, where):
+    """Errors and Ctrl-C in the planning of rank 1: the others get all rounds, and hear of it at the end."""
+
+    def interrupt(*_):
+        raise KeyboardInterrupt("on purpose")
+
+    def press_ctrl_c():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.05)  # the thread that waits for signals wakes up
+
+    def fail_for_want_of_memory():
+        raise MemoryError("on purpose")
+
+    def trouble(owner, name, at, cause, expected):
+        original, calls = getattr(owner, name), []
+
+        def work(*arguments):
+            calls.append(name)
+            found = original(*arguments)
+            if rank == 1 and len(calls) == at:
+                cause()
+            return found
+
+        setattr(owner, name, work)
+        with pytest.raises(expected if rank == 1 else CheckpointError, match="on purpose"):
+            load(rank, where, (3,), [Shard(1)], True, host_memory_bytes=2 * MIB, timeout_s=40)
+        setattr(owner, name, original)
+        dist.barrier()
+
+    signal.signal(signal.SIGINT, interrupt)
+    for owner, name, at in ((swap_boxes.BoxSwap, "_prepare", 2), (swap_boxes._Inbox, "take", 3)):
+        trouble(owner, name, at, fail_for_want_of_memory, CheckpointError)
+        trouble(owner, name, at, press_ctrl_c, KeyboardInterrupt)
+        trouble(owner, name, at, interrupt, KeyboardInterrupt)
+    load(rank, where, (3,), [Shard(1)], True)
 
 
 def load_while_one_fails(rank, where):
@@ -212,6 +282,13 @@ def load_while_a_thread_uses_the_group(rank, where):
         load(rank, where, (3,), [Shard(1)], True)
     dist.all_to_all_single = send
     load(rank, where, (3,), [Shard(1)], True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(180)
+def test_trouble_between_rounds_leaves_no_rank_waiting(tmp_path):
+    spawn(2, save, tmp_path, (2,), [Shard(0)])
+    spawn(3, load_with_trouble_between_rounds, tmp_path)
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 """Swaps: every byte is read by one rank, and sent to the ranks that want it. Pure, and the same on every rank.
 
-The files stand side by side on a line, each as long as it is, and the line is cut into one equal part for each rank. So
-ranks read disjoint runs of the files. What a rank reads is cut into rounds, and in each round every rank sends the
-others what they want of it.
+The files stand side by side on a line, each as long as it is, with what its rank uses of files of earlier saves. The
+line is cut into one equal part for each rank. So ranks read disjoint runs of the files. What a rank reads is cut into
+rounds, and in each round every rank sends the others what they want of it.
 
 Nothing is sent about who sends what. A sender works it out from the layouts of the targets, and a receiver goes through
 what each sender reads, as the sender does. That takes time in proportion to the tensors for each sender from which a
@@ -12,6 +12,7 @@ rank gets something.
 import itertools
 import math
 from bisect import bisect_left, bisect_right
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,12 +25,12 @@ from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES, size_bytes
 from milepost.core.layout import Boxes, Grid, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
-from milepost.core.manifest import Manifest, ShardFile, Tensor
+from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import positions, unpack_ranks
 from milepost.core.shardfile import entry_name, file_order
 
 ALIGN = 16
-"""Where a fragment may start in a message: aligned for any type."""
+"""What the size of a message is a multiple of, so that the next one starts aligned for any type."""
 _ROUND_BYTES = 4 * MIB
 _MOST_READ_BYTES = 128 * MIB
 """How much a rank reads at once, to send it in several rounds. Blocks at the edges are read twice."""
@@ -121,6 +122,16 @@ class Rounds:
         at_once = min(memory_bytes // 4, _MOST_READ_BYTES) // size
         return cls(size, max(at_once, 1), memory_bytes // (4 * _BOX_COST_BYTES))
 
+    def sent_bytes(self, world: int, head_bytes: int) -> int:
+        """The most that a rank sends of what it reads at once, with `head_bytes` before each message."""
+        messages = max(min(self.at_once * world, self.boxes), world)
+        # A round holds one element for everyone, if nothing else fits.
+        return self.at_once * max(self.size_bytes, ALIGN * world) + messages * (head_bytes + ALIGN)
+
+    def received_bytes(self, world: int, total_bytes: int, head_bytes: int) -> int:
+        """The most that a rank gets in a round, if it gets `total_bytes` in all."""
+        return min(world * max(self.size_bytes, ALIGN), total_bytes) + world * (head_bytes + ALIGN)
+
 
 class Portion(NamedTuple):
     """What a rank reads at once: up to which round, and the boxes of each chunk with the rank to which they go."""
@@ -146,11 +157,8 @@ class SwapPlan:
         self._by_width = [(width, list(found)) for width, found in itertools.groupby(ordered, key=_width)]
         self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
         writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
-        self._files = [file for file in manifest.files if file.rank in writers]
-        # A file that a damaged manifest lacks stands on the line too: the rank that tries to read it is told.
-        missing = writers - {file.rank for file in manifest.files}
-        self._files += [ShardFile(rank, 1, 1, "") for rank in sorted(missing)]
-        self._ends = list(itertools.accumulate(file.size_bytes for file in self._files))
+        self._files = _files_of(manifest, writers)
+        self._ends = list(itertools.accumulate(file.length for file in self._files))
         total = self._ends[-1] if self._ends else 0
         self._cuts = [total * reader // world for reader in range(world + 1)]
         self._boxes_of = lru_cache(_KINDS)(self._own_boxes)
@@ -222,7 +230,7 @@ class SwapPlan:
         readers: set[int] = set()
         for number, file in enumerate(self._files):
             if file.rank in files:
-                start, stop = self._ends[number] - file.size_bytes, self._ends[number]
+                start, stop = self._ends[number] - file.length, self._ends[number]
                 readers.update(range(bisect_right(self._cuts, start) - 1, bisect_left(self._cuts, stop)))
         return sorted(readers)
 
@@ -244,10 +252,10 @@ class SwapPlan:
         low, high = self._cuts[sender], self._cuts[sender + 1]
         for number in range(bisect_right(self._ends, low), len(self._files)):
             file = self._files[number]
-            start = self._ends[number] - file.size_bytes
+            start = self._ends[number] - file.length
             if start >= high:
                 return
-            size = file.size_bytes
+            size = file.length
             yield file.rank, (max(low - start, 0), size), (min(high - start, size), size)
 
     def _stretch(
@@ -284,6 +292,24 @@ class SwapPlan:
                             yield tensor, box, size
 
 
+class _OnLine(NamedTuple):
+    """What the entries of a rank take on the line: its file, and what it uses of files of earlier saves."""
+
+    rank: int
+    length: int
+
+
+def _files_of(manifest: Manifest, writers: set[int]) -> list[_OnLine]:
+    """The files of these ranks, in order."""
+    used = Counter[int]()
+    for older in manifest.older:
+        used[older.rank] += older.used_bytes
+    files = [_OnLine(file.rank, file.size_bytes + used[file.rank]) for file in manifest.files if file.rank in writers]
+    # A file that a damaged manifest lacks stands on the line too: the rank that tries to read it is told.
+    missing = writers - {file.rank for file in manifest.files}
+    return [*files, *(_OnLine(rank, 1) for rank in sorted(missing))]
+
+
 _Kinds = dict[tuple[object, ...], list[tuple[Box, int]]]
 """The boxes of tensors that look alike, and their sizes, in one file."""
 
@@ -294,12 +320,14 @@ def _width(tensor: Tensor) -> int:
 
 
 def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
-    """The boxes one after the other in a message."""
-    fragments, at = [], 0
-    for tensor, box in boxes:
-        fragments.append(Fragment(tensor.key, box, at))
-        at = -(-(at + size_bytes(tensor.dtype, box.shape)) // ALIGN) * ALIGN
-    return Message(tuple(fragments), at)
+    """The boxes in a message, the widest types first: so each starts aligned, and nothing lies between them."""
+    listed = list(boxes)
+    places, at = [0] * len(listed), 0
+    for number in sorted(range(len(listed)), key=lambda number: -DTYPES[listed[number][0].dtype].size_bytes):
+        tensor, box = listed[number]
+        places[number], at = at, at + size_bytes(tensor.dtype, box.shape)
+    fragments = tuple(Fragment(tensor.key, box, place) for (tensor, box), place in zip(listed, places, strict=True))
+    return Message(fragments, -(-at // ALIGN) * ALIGN)
 
 
 def copies_of(wanted: Wish) -> int:

@@ -1,7 +1,8 @@
 """GPUs as a load sees them: streams beside the program's own, and marks in them."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -9,6 +10,21 @@ import torch
 def gpus_of(tensors: Iterable[torch.Tensor]) -> set[torch.device]:
     """The GPUs that hold some of these tensors."""
     return {tensor.device for tensor in tensors if tensor.is_cuda}
+
+
+def streams_of_this_thread(devices: Iterable[torch.device]) -> Callable[[], AbstractContextManager[None]]:
+    """For another thread that works for this one: what it launches inside goes where this thread launches now."""
+    streams = [torch.cuda.current_stream(device) for device in devices if device.type == "cuda"]
+
+    @contextlib.contextmanager
+    def here() -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            for stream in streams:
+                stack.enter_context(torch.cuda.device(stream.device))
+                stack.enter_context(torch.cuda.stream(stream))
+            yield
+
+    return here
 
 
 class Moment:

@@ -106,3 +106,33 @@ class Crew:
             self._work()
         finally:
             ended.set()
+
+
+def run_apart(
+    work: Callable[[], None], watch: Callable[[], None], keep: Callable[[BaseException], None], every_s: float
+) -> None:
+    """Run `work` in another thread, where no signal handler runs, and return when it has ended, whatever happens here.
+
+    `watch` is called in this thread every so often. `keep` gets what a signal handler raises in it meanwhile. `work`
+    raises nothing. Where the system gives no more threads, this one does the work.
+    """
+    ended, claims = Latch(), list[object]()
+
+    def once() -> None:
+        mine = object()
+        claims.append(mine)
+        if claims[0] is mine:
+            try:
+                work()
+            finally:
+                ended.set()
+
+    while not ended.is_set():
+        try:
+            # Again after an interruption, which may have come before the thread was there: the first one works.
+            if not Crew(once, "milepost", daemon=True).start():
+                once()
+            while not ended.wait(every_s):
+                watch()
+        except BaseException as error:  # noqa: BLE001  # the caller's to raise
+            keep(error)

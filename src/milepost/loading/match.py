@@ -418,7 +418,7 @@ class Matcher:
         if not has_no_memory(leaf):
             self._found[key] = saved, local
         placements = placements_for(self._manifest, saved, local, self._describer)
-        swaps = self._manifest.format == FORMAT and not self._manifest.older and may_swap(saved)
+        swaps = self._manifest.format == FORMAT and may_swap(saved)
         for placement in placements:
             self._read_bytes += placement.size_bytes
             if not self._describer.shares:

@@ -28,7 +28,7 @@ from milepost.comm import (
     together,
 )
 from milepost.commit.find import find, newest_generation, parse, read_manifest
-from milepost.core.limits import KIB
+from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import Manifest
 from milepost.core.ranks import unpack_ranks
 from milepost.core.seal import may_be_unhealthy
@@ -36,9 +36,11 @@ from milepost.core.tree import Parts, Path, restore, show_path
 from milepost.core.versions import set_versions
 from milepost.core.wire import Wire
 from milepost.data.collection_pause import CollectionPaused
+from milepost.data.pieces import Placement
 from milepost.data.place import place_all
 from milepost.data.read import Files
-from milepost.data.transfer import Meter
+from milepost.data.threads import Latch
+from milepost.data.transfer import Meter, Transfer
 from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -69,6 +71,8 @@ from milepost.store import Store
 
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
+_PARTS_OF_SWAP = 4
+"""A swap may use three of so many parts of the memory (`Rounds.within`), and reading the fourth."""
 _REOPENED = 3
 """How often a load starts again because a newer save replaced what it was reading."""
 _PARTLY_FILLED = "The load had begun to write: the state may be partly filled. Load again before you use it."
@@ -137,9 +141,7 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         target = defer(comm, lambda: allocate(match, describer, options.device))
     transfer, lossy = options.transfer, options.convert_dtype == "lossy"
     exchanges = _share_out(target, describer, comm, call, transfer.memory_bytes) if way == "replicas" else []
-    swap = (
-        _agree_to_swap(target, describer, match.manifest, comm, call, transfer.limit_bytes) if way == "swap" else None
-    )
+    swap, transfer = _agree_to_swap(way, target, describer, match.manifest, comm, call, transfer)
     place = partial(place_all, files, transfer=transfer, verify=options.verify, lossy=lossy)
 
     def read() -> dict[str, Any]:
@@ -160,9 +162,6 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         # Half: a rank whose message never comes must be back in time for the meeting that says why.
         return {exchange.name: exchange.run(comm.timeout_s / 2) for exchange in exchanges}
 
-    def trade(agreed: BoxSwap) -> None:
-        agreed.run(place, meter, comm.timeout_s / 2, lossy=lossy)
-
     def apply() -> Any:
         check_doubles(target.get().doubles, match.manifest, files, transfer)
         strict = not (options.allow_missing or options.allow_unexpected)
@@ -173,7 +172,7 @@ def _load(state: Any, opened: Deferred[Files], comm: Comm, call: Call, options: 
         if way == "replicas":
             meet(comm, call, _SENDING, send, check_arrival)
         if swap is not None:
-            together(comm, call, _SWAPPING, lambda: trade(swap.get()), "sharing")
+            together(comm, call, _SWAPPING, lambda: _trade(swap.get(), place, meter, comm, call, lossy), "sharing")
         loaded = together(comm, call, _APPLYING, apply)
     except BaseException as error:
         error.add_note(_PARTLY_FILLED)
@@ -319,18 +318,34 @@ def _share_out(
 
 
 def _agree_to_swap(
-    target: Deferred[Target], describer: Describer, manifest: Manifest, comm: Comm, call: Call, memory_bytes: int
-) -> Deferred[BoxSwap] | None:
-    """Agree on what each rank reads for all, and sends. None if the ranks cannot: then each reads for itself."""
+    way: Way,
+    target: Deferred[Target],
+    describer: Describer,
+    manifest: Manifest,
+    comm: Comm,
+    call: Call,
+    transfer: Transfer,
+) -> tuple[Deferred[BoxSwap] | None, Transfer]:
+    """Agree on what each rank reads for all, and sends; and what is left to read with. None: each reads for itself."""
+    if way != "swap":
+        return None, transfer
 
     def find() -> dict[str, Swapped]:
         return swapped_parts(target.get(), describer)
 
     with phasing("sharing"):
-        swap = agree_to_swap(find, manifest, comm, call, memory_bytes)
+        swap = agree_to_swap(find, manifest, comm, call, transfer.limit_bytes)
     if swap is None:
         _log.info("the ranks cannot send each other what they read of %s, so each reads its own", call.place)
-    return swap
+        return None, transfer
+    return swap, transfer.within(max(transfer.limit_bytes // _PARTS_OF_SWAP, BLOCK_BYTES))
+
+
+def _trade(swap: BoxSwap, place: Callable[..., None], meter: Meter, comm: Comm, call: Call, lossy: bool) -> None:
+    def read(placements: list[Placement], stopped: Latch) -> None:
+        place(placements, meter=Meter("load", call.place, cancelled=stopped))
+
+    swap.run(read, meter, comm.timeout_s / 2, lossy=lossy)
 
 
 @CollectionPaused()

@@ -9,11 +9,14 @@ that dies ends the swap for all, and the meeting that follows names it. Each mes
 the process group in another thread at the same time can mix its own messages with these.
 """
 
+import contextlib
 import itertools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from datetime import timedelta
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import torch
@@ -28,14 +31,22 @@ from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.swap_plan import Chunk, Fragment, Message, Rounds, SwapPlan, WantRow, merge_wants, packed
 from milepost.core.wire import Wire
+from milepost.data.device import streams_of_this_thread
 from milepost.data.memory import view_of
 from milepost.data.pieces import Placement, copy_box, placement_of
+from milepost.data.threads import Latch, run_apart
 from milepost.data.transfer import Meter
 from milepost.errors import CheckpointError
+from milepost.events.operation import carried
 from milepost.state.tensors import Part, can_send, torch_dtype
 
 _MOST_TABLES = 64
 """With more different wishes than this, each rank reads for itself: every rank would have to learn all of them."""
+_TRIES = 3
+_REPORT_EVERY_S = 0.1
+T = TypeVar("T")
+Read = Callable[[list[Placement], Latch], None]
+"""Fills placements. It may stop once the latch is set: then what it reads is in vain."""
 _HEAD = 16
 """The bytes before each message: whether its sender could read it, and its checksum."""
 
@@ -156,15 +167,15 @@ class BoxSwap:
         here = (part.data.device for one in wishes.values() for part in one.parts)
         device = next((device for device in here if device.type == terms.device), torch.device(terms.device))
         self._outgoing, self._incoming = _Room(device), _Room(device)
-        self._inbox = _Inbox(self._plan, self._me)
+        self._inbox: _Inbox | None = _Inbox(self._plan, self._me)
         self._chunks = list(self._plan.chunks_of(self._me))
         self.own_rounds = self._chunks[-1].round + 1 if self._chunks else 0
         self.rounds = 0
         self.keys = frozenset(self._plan.keys & wishes.keys())
         # Taken while this rank can still fail alone: later, the others wait for what it sends.
-        size, at_once = self._sizes.size_bytes, min(self._sizes.at_once, self.own_rounds)
-        self._outgoing.take(at_once * size + min(at_once * comm.size, self._sizes.boxes) * _HEAD)
-        self._incoming.take(min(comm.size * size, self.size_bytes) + comm.size * _HEAD)
+        sizes = replace(self._sizes, at_once=min(self._sizes.at_once, self.own_rounds))
+        self._outgoing.take(sizes.sent_bytes(comm.size, _HEAD))
+        self._incoming.take(sizes.received_bytes(comm.size, self.size_bytes, _HEAD))
 
     @property
     def size_bytes(self) -> int:
@@ -172,64 +183,59 @@ class BoxSwap:
         found = [self._wishes[key] for key in self.keys]
         return sum(size_bytes(one.saved.dtype, part.box.shape) for one in found for part in one.parts)
 
-    def run(self, read: Callable[[list[Placement]], None], meter: Meter, timeout_s: float, *, lossy: bool) -> None:
+    def run(self, read: Read, meter: Meter, timeout_s: float, *, lossy: bool) -> None:
         """Read, send and receive, round by round: a collective. `timeout_s` is for each round.
 
         `read` fills placements; `meter` counts what has come. The first error of this rank is raised when all rounds
-        are through, Ctrl-C too, and nothing more is read. An error of the process group ends the swap.
+        are through, Ctrl-C too, and nothing more is read. An error of the process group ends the swap. Another thread
+        does all of it: a signal handler that raises cannot make this rank leave the others.
         """
-        troubles: list[BaseException] = []
+        troubles = _Troubles()
+        devices = {part.data.device for one in self._wishes.values() for part in one.parts}
+        in_streams = streams_of_this_thread(devices)
+
+        def work() -> None:
+            with troubles.kept(), in_streams():
+                self._swap(read, meter, timeout_s, troubles, lossy=lossy)
+
+        run_apart(carried(work), meter.report, troubles.keep, _REPORT_EVERY_S)
+        troubles.tell()
+
+    def _swap(self, read: Read, meter: Meter, timeout_s: float, troubles: "_Troubles", *, lossy: bool) -> None:
         first = 0
         while first < self.rounds:
-            try:
-                batch = self._prepare(first)
-            except KeyboardInterrupt as error:
-                troubles.append(error)
-                batch = self._prepare(first)  # the others wait for what it sends
-            try:
-                if not troubles:
-                    read(batch.placements)
+            batch = troubles.insist(partial(self._prepare, first, troubles))
+            with troubles.kept():
+                if not troubles.happened.is_set():
+                    read(batch.placements, troubles.happened)
                     batch.seal()
-            except BaseException as error:  # noqa: BLE001  # raised when all rounds are through
-                troubles.append(error)
-            if troubles:
-                batch.spoil()
-            meter.add(batch.own_bytes)
+                meter.add(batch.own_bytes)
             for number, envelope in enumerate(batch.envelopes, first):
-                came = self._receive(number, envelope, timeout_s, troubles)
-                try:
-                    meter.add(self._unpack(came, lossy))
-                    meter.report()
-                except BaseException as error:  # noqa: BLE001  # raised when all rounds are through
-                    troubles.append(error)
+                coming = troubles.insist(partial(self._expect, number))
+                self._send(envelope, coming, timeout_s)
+                with troubles.kept():
+                    meter.add(self._unpack(coming.messages, lossy))
             first += len(batch.envelopes)
-        if troubles:
-            raise next((one for one in troubles if not isinstance(one, Exception)), troubles[0])
 
-    def _prepare(self, first: int) -> "_Batch":
-        """What this rank reads at once, from this round on: into its own tensors, and into messages."""
-        own: list[Placement] = []
-        portion = self._plan.portion(self._read_for(first), first, self._sizes)
+    def _prepare(self, first: int, troubles: "_Troubles") -> "_Batch":
+        """What this rank reads at once, from this round on: into its own tensors, and into messages.
+
+        After an error nothing is read: then it is one round, whose messages stay empty.
+        """
+        in_vain = troubles.happened.is_set()
+        sizes = replace(self._sizes, at_once=1) if in_vain else self._sizes
+        portion = self._plan.portion(self._read_for(first), first, sizes)
+        own: list[tuple[Chunk, Box]] = []
         rounds: list[dict[int, list[tuple[Chunk, Box]]]] = [{} for _ in range(first, min(portion.stop, self.rounds))]
         for chunk, to, box in portion.wishes:
-            if to == self._me:
-                own += self._into_own(chunk.read_of(box), chunk.tensor.dtype)
-            else:
-                rounds[chunk.round - first].setdefault(to, []).append((chunk, box))
-        batch = _Batch(own)
+            (own if to == self._me else rounds[chunk.round - first].setdefault(to, [])).append((chunk, box))
         messages = [{to: packed([(c.tensor, box) for c, box in sent]) for to, sent in one.items()} for one in rounds]
         memory = self._outgoing.take(sum(_HEAD + m.size_bytes for one in messages for m in one.values()))
-        at = 0
-        for sent, one in zip(rounds, messages, strict=True):
-            start, sizes = at, [0] * self._world
-            for to in sorted(one):
-                room = memory[at : at + _HEAD + one[to].size_bytes]
-                batch.messages.append(room)
-                for (chunk, box), fragment in zip(sent[to], one[to].fragments, strict=True):
-                    target = _window(room, fragment, chunk.tensor)
-                    batch.placements.append(placement_of(chunk.read_of(box), chunk.tensor.dtype, target))
-                at, sizes[to] = at + len(room), len(room)
-            batch.envelopes.append(_Envelope(memory[start:at], sizes))
+        batch = _Batch(rounds, messages, memory, self._world)
+        if not in_vain:
+            for chunk, box in own:
+                batch.add_own(self._into_own(chunk.read_of(box), chunk.tensor.dtype))
+            batch.place()
         return batch
 
     def _read_for(self, first: int) -> Iterator[Chunk]:
@@ -237,29 +243,27 @@ class BoxSwap:
         low = bisect_left(self._chunks, first, key=lambda chunk: chunk.round)
         return (self._chunks[at] for at in range(low, len(self._chunks)))
 
-    def _receive(
-        self, number: int, sent: "_Envelope", timeout_s: float, troubles: list[BaseException]
-    ) -> "list[_Received]":
-        """One round: send, and receive. Ctrl-C is added to the troubles: the round is over when Python hears of it."""
-        messages = self._inbox.take(number)
+    def _expect(self, number: int) -> "_Coming":
+        """What comes in a round, with memory for it. To be called for one round after the other, or again for one."""
+        inbox, self._inbox = self._inbox or _Inbox(self._plan, self._me), None  # an error would end its generators
+        messages = inbox.take(number)
         sizes = [_HEAD + messages[sender].size_bytes if sender in messages else 0 for sender in range(self._world)]
-        memory = self._incoming.take(sum(sizes))
+        memory, ends = self._incoming.take(sum(sizes)), list(itertools.accumulate(sizes))
+        came = [_Received(of, message, memory[ends[of] - sizes[of] : ends[of]]) for of, message in messages.items()]
+        self._inbox = inbox
+        return _Coming(memory, sizes, came)
+
+    def _send(self, sent: "_Envelope", coming: "_Coming", timeout_s: float) -> None:
+        """One round: send, and receive."""
         try:
-            work = dist.all_to_all_single(memory, sent.data, sizes, sent.sizes, self._group, async_op=True)
+            work = dist.all_to_all_single(coming.data, sent.data, coming.sizes, sent.sizes, self._group, async_op=True)
             if work is not None:
                 work.wait(timedelta(seconds=timeout_s))
-        except KeyboardInterrupt as error:
-            troubles.append(error)
         except RuntimeError as error:
             raise CheckpointError(
                 f"the ranks could not send each other what they had read: {error}. Pass share_reads=False to let each "
                 "rank read for itself"
             ) from error
-        ends = list(itertools.accumulate(sizes))
-        return [
-            _Received(sender, message, memory[ends[sender] - sizes[sender] : ends[sender]])
-            for sender, message in messages.items()
-        ]
 
     def _unpack(self, came: "list[_Received]", lossy: bool) -> int:
         """Put what came in a round into the tensors. Gives how many bytes that were."""
@@ -295,15 +299,52 @@ class _Inbox:
         self._next = {sender: next(messages, None) for sender, messages in self._coming.items()}
 
     def take(self, number: int) -> dict[int, Message]:
-        """The messages of a round, by sender. To be called for one round after the other."""
+        """The messages of a round, by sender. To be called for rounds in their order."""
         found = {}
-        for sender, coming in list(self._next.items()):
-            if coming is None:
+        for sender, one in list(self._next.items()):
+            following = one
+            while following is not None and following[0] <= number:
+                if following[0] == number:
+                    found[sender] = following[1]
+                following = next(self._coming[sender], None)
+            if following is None:
                 del self._next[sender]
-            elif coming[0] == number:
-                found[sender] = coming[1]
-                self._next[sender] = next(self._coming[sender], None)
+            else:
+                self._next[sender] = following
         return found
+
+
+class _Troubles:
+    """The errors of this rank in a swap, which are raised when all rounds are through."""
+
+    def __init__(self) -> None:
+        self.happened = Latch()
+        self._errors: list[BaseException] = []
+
+    def keep(self, error: BaseException) -> None:
+        """Add an error."""
+        self._errors.append(error)
+        self.happened.set()
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keeps an error that is raised inside."""
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001  # raised by `tell`
+            self.keep(error)
+
+    def insist(self, work: Callable[[], T]) -> T:
+        """The result of what the others count on: after an error, which is kept, it is tried again."""
+        for _ in range(_TRIES - 1):
+            with self.kept():
+                return work()
+        return work()
+
+    def tell(self) -> None:
+        """Raise the first error, if there is any; one that ends the program, before others."""
+        if self._errors:
+            raise next((one for one in self._errors if not isinstance(one, Exception)), self._errors[0])
 
 
 class _Envelope(NamedTuple):
@@ -314,31 +355,62 @@ class _Envelope(NamedTuple):
 
 
 class _Received(NamedTuple):
-    """A message that came, and the rank that sent it."""
+    """A message that comes, and the rank that sends it."""
 
     sender: int
     message: Message
     data: torch.Tensor
 
 
-class _Batch:
-    """What a rank reads at once for some rounds."""
+class _Coming(NamedTuple):
+    """What a rank gets in a round: memory for all of it, how much of it comes from each rank, and the messages."""
 
-    def __init__(self, own: list[Placement]) -> None:
-        self.own_bytes = sum(placement.size_bytes for placement in own)
-        self.placements = own
-        self.messages: list[torch.Tensor] = []
+    data: torch.Tensor
+    sizes: list[int]
+    messages: list[_Received]
+
+
+class _Batch:
+    """What a rank reads at once for some rounds. Its messages count as empty until they are sealed."""
+
+    def __init__(
+        self,
+        rounds: list[dict[int, list[tuple[Chunk, Box]]]],
+        messages: list[dict[int, Message]],
+        memory: torch.Tensor,
+        world: int,
+    ) -> None:
+        self.own_bytes = 0
+        self.placements: list[Placement] = []
         self.envelopes: list[_Envelope] = []
+        self._sent: list[tuple[torch.Tensor, Message, list[tuple[Chunk, Box]]]] = []
+        at = 0
+        for sent, one in zip(rounds, messages, strict=True):
+            start, sizes = at, [0] * world
+            for to in sorted(one):
+                sizes[to] = _HEAD + one[to].size_bytes
+                room = memory[at : at + sizes[to]]
+                room[:_HEAD] = 0
+                self._sent.append((room, one[to], sent[to]))
+                at += sizes[to]
+            self.envelopes.append(_Envelope(memory[start:at], sizes))
+
+    def add_own(self, placements: list[Placement]) -> None:
+        """Add what goes into this rank's own tensors."""
+        self.placements += placements
+        self.own_bytes += sum(placement.size_bytes for placement in placements)
+
+    def place(self) -> None:
+        """Add what goes into the messages."""
+        for room, message, sent in self._sent:
+            for (chunk, box), fragment in zip(sent, message.fragments, strict=True):
+                target = _window(room, fragment, chunk.tensor)
+                self.placements.append(placement_of(chunk.read_of(box), chunk.tensor.dtype, target))
 
     def seal(self) -> None:
         """Mark all messages as good, with their checksums."""
-        for message in self.messages:
-            message[:_HEAD].view(torch.int64).copy_(torch.stack([torch.ones_like(total := _sum(message)), total]))
-
-    def spoil(self) -> None:
-        """Mark all messages as empty."""
-        for message in self.messages:
-            message[:_HEAD] = 0
+        for room, *_ in self._sent:
+            room[:_HEAD].view(torch.int64).copy_(torch.stack([torch.ones_like(total := _sum(room)), total]))
 
 
 class _Room:
@@ -350,7 +422,6 @@ class _Room:
     def take(self, size_bytes: int) -> torch.Tensor:
         """So many bytes of it. What was taken before is gone."""
         if len(self._data) < size_bytes:
-            self._data = torch.empty(0, dtype=torch.uint8, device=self._data.device)  # not both at once
             self._data = torch.empty(size_bytes, dtype=torch.uint8, device=self._data.device)
         return self._data[:size_bytes]
 
