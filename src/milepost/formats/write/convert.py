@@ -4,6 +4,7 @@ The layout of every format is known before the first byte is read. So memory is 
 ranks share the work without further messages.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Format = Literal["milepost", "dcp", "torch", "safetensors"]
+_log = logging.getLogger("milepost")
 MAX_SHARD_BYTES = MODEL.max_shard_bytes
 """The size of a safetensors file, as Hugging Face cuts them."""
 
@@ -107,12 +109,26 @@ def convert(
                 named = HfNames(max_shard_bytes, file_name)
                 root, plan = _foreign(opened, to, local_folder(store, to), comm.size, named, drop_values)
                 write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
+                _warn_of_lost_verdict(opened.chosen, store, to, comm)
         finally:
             opened.close()
         sizes = [saved.size_bytes for _, saved in opened.chosen.tensors]
         if to != "milepost":
             operation.commit(0, sum(sizes))
         return Converted(store.url, to, len(sizes), sum(sizes))
+
+
+def _warn_of_lost_verdict(chosen: Chosen, target: Store, to: str, comm: Comm) -> None:
+    """Log, once for all ranks, that the new files do not say that their source is unhealthy."""
+    health = chosen.health
+    if health is not None and not health.ok and comm.rank == comm.coordinator:
+        _log.warning(
+            "%s was unhealthy when it was saved: %s. %s is of the format %s, which does not say so",
+            chosen.checkpoint.url,
+            health.reason,
+            target.url,
+            to,
+        )
 
 
 def within(transfer: Transfer | None, host_memory_bytes: int) -> Transfer:
