@@ -1,12 +1,12 @@
 """`milepost.copy`: a checkpoint or a run, from any kind of place to any that can be written."""
 
-import os
 from collections.abc import Iterable
 
 from msgspec import structs
 
 from milepost.commit.beside import indices_beside, names_at
 from milepost.commit.find import generations_in
+from milepost.commit.nesting import refuse_run, relation
 from milepost.copying.checkpoint_copy import (
     CopyOptions,
     copy_checkpoint,
@@ -19,8 +19,8 @@ from milepost.copying.run_copy import ChosenSteps, chosen_steps, copy_run, told_
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageError
-from milepost.inspection.runs import PlaceSummary, look_at, place_of_step, step_in
-from milepost.store import LocalStore, Location, Store, store_at
+from milepost.inspection.runs import PlaceSummary, look_at
+from milepost.store import Location, Store, store_at
 from milepost.store.location import store_to_save
 
 
@@ -103,7 +103,7 @@ def copy_place(
         return copy_run(summary, steps, (source, target), options, meter, dry_run=dry_run)
     if not choice.is_all:
         raise InvalidRequest(f"{summary.url} is one checkpoint, not a run: it has no steps to choose from")
-    _refuse_run(target)
+    refuse_run(target, "copy")
     return _copy_one(summary, (source, target), options, meter, dry_run=dry_run)
 
 
@@ -138,41 +138,13 @@ def _copy_one(
 
 def refuse_itself(source: Store, target: Store) -> None:
     """Raise InvalidRequest for a copy of a place to itself, or into itself."""
-    here, there = _spot(source), _spot(target)
-    if here[0] == there[0] and f"{there[1]}/".startswith(f"{here[1]}/"):
-        where = "to itself" if here == there else "into itself"
+    found = relation(source, target)
+    if found:
+        where = "to itself" if found == "same" else "into itself"
         raise InvalidRequest(f"{source.url} cannot be copied {where}: {target.url}")
-
-
-def _spot(store: Store) -> tuple[object, str]:
-    """What two stores have in common if they may be one place, and the path in it."""
-    inner: object = store
-    while hasattr(inner, "inner"):  # `Within`, `AtGeneration`, and stores of others that wrap one
-        inner = inner.inner
-    if isinstance(inner, LocalStore):
-        return LocalStore, os.path.realpath(store.url)
-    options = getattr(inner, "options", None)
-    if options is not None:
-        return (options.endpoint, options.account), store.url.rstrip("/")
-    return id(inner), store.url.rstrip("/")
 
 
 def _refuse_checkpoint(target: Store) -> None:
     """Raise InvalidRequest where a run would be copied into a checkpoint."""
     if generations_in(target, names_at(target)) or indices_beside(target):
         raise InvalidRequest(f"{target.url} is a checkpoint, and a run is copied into a folder of checkpoints")
-
-
-def _refuse_run(target: Store) -> None:
-    """Raise InvalidRequest where a checkpoint would be copied over a run, and not into it."""
-    names = names_at(target)
-    if generations_in(target, names):
-        return
-    folders = (name.removesuffix("/") for name in names if name.endswith("/") and name != "data/")
-    for name in folders:
-        place = place_of_step(target, name)
-        if step_in(name) is not None and generations_in(place, names_at(place)):
-            raise InvalidRequest(
-                f"{target.url} is a run: it has a checkpoint in {name}. Say which step the copy becomes: "
-                f"{target.url.rstrip('/')}/step-0000000100, for example"
-            )

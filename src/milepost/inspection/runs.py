@@ -17,6 +17,7 @@ import msgspec
 from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
 from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.commit.nesting import folder_in
 from milepost.commit.signs import users_of
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, unseal_brief
@@ -131,7 +132,7 @@ class SeenSteps:
         turn = self._looks % _TURNS
 
         def look(at: int) -> tuple[frozenset[str], _Inspected | None]:
-            name, place = names[at], _within(root, names[at])
+            name, place = names[at], folder_in(root, names[at])
             known = self._found.get(name)
             if known and root.traits.is_current and name not in newest and at % _TURNS != turn:
                 return known
@@ -244,7 +245,7 @@ def _newest_first(root: Store) -> Iterator[Callable[[], _Inspected | None]]:
     names = ((step_in(name), name, is_file) for name, is_file in names_in(root, [""]) if name != "data")
     for step, name, is_file in sorted(names, key=lambda one: (one[0] is not None, one[0] or 0, one[1]), reverse=True):
         if not is_file:
-            yield partial(_look, _within(root, name), name, None)
+            yield partial(_look, folder_in(root, name), name, None)
         elif step is not None and name.endswith(_TORCH_FILES):
             yield partial(_torch_file, root, name)
 
@@ -281,12 +282,7 @@ def _inside(root: Store, seen: SeenSteps) -> list[_Inspected]:
 
 def place_of_step(root: Store, name: str) -> Store:
     """The place of a step that `look_at` found under a root, with the settings of the root."""
-    return root if name == "." else _within(root, name)
-
-
-def _within(root: Store, name: str) -> Store:
-    """The store of one folder. Not `Within` in a local folder: each listing would go through the whole run first."""
-    return LocalStore(root.root / name) if isinstance(root, LocalStore) else Within(root, name)
+    return root if name == "." else folder_in(root, name)
 
 
 def step_in(name: str) -> int | None:
