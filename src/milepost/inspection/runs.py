@@ -315,8 +315,8 @@ def _own(place: Store, name: str, names: frozenset[str], listed: int) -> _Inspec
         size_bytes = len(data)
         manifest = parse(place.url, number, data, unseal_brief)
         refuse_newer_index(place, names, lambda: manifest)
-    except CheckpointNotFound as error:
-        return _Inspected(_step(place, name, state="removed", reason=str(error)), place)
+    except CheckpointNotFound:
+        return _Inspected(_step(place, name, state="removed", reason=f"{place.url} was removed a moment ago"), place)
     except CheckpointError as error:
         return _Inspected(_broken(place, name, error, generation=listed), place)
     summary = _whole(place, name, manifest, size_bytes)
