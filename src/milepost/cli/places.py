@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
+from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.cli.output import remark
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
@@ -32,13 +32,6 @@ def opened(path: str) -> Checkpoint:
     place = one_at(path)
     with advising(place):
         return open_checkpoint(place)
-
-
-def one_that_opens(path: str) -> Store:
-    """The place of one checkpoint, as `one_at` chooses it. Raises what `opened` raises."""
-    place = one_at(path)
-    with advising(place), contextlib.closing(files_at(place)):
-        return place
 
 
 @contextlib.contextmanager
