@@ -187,7 +187,7 @@ def choose(tree: Iterable[Node], rename: Rename | None, codec: Codec) -> tuple[t
 
 
 def _refuse_clashes(kept: Mapping[str, Any]) -> None:
-    wrong = {key: name for key, name in kept.items() if not isinstance(name, str) or not name}
+    wrong = {key: name for key, name in kept.items() if not isinstance(name, str) or (not name and key)}
     if wrong:
         raise InvalidRequest(f"`rename` gives a key or None, not {next(iter(wrong.values()))!r}")
     by_name: dict[str, list[str]] = {}
