@@ -9,6 +9,7 @@ import click
 
 from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.cli.output import remark
+from milepost.commit.find import told_if_gone
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import newest_step
@@ -27,11 +28,17 @@ class PlaceType(click.Path):
 PLACE = PlaceType()
 
 
-def opened(path: str) -> Checkpoint:
-    """The checkpoint at this place, as `one_at` chooses it. Raises CheckpointNotFound, and says where to look."""
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Checkpoint]:
+    """The checkpoint at this place, as `one_at` chooses it. Raises CheckpointNotFound, and says where to look.
+
+    Also for one that is removed meanwhile.
+    """
     place = one_at(path)
     with advising(place):
-        return open_checkpoint(place)
+        checkpoint = open_checkpoint(place)
+    with checkpoint, told_if_gone(place, checkpoint.generation, "read"):
+        yield checkpoint
 
 
 @contextlib.contextmanager

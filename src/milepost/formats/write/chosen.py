@@ -45,7 +45,7 @@ class Chosen:
         self.checkpoint, self._codec = checkpoint, codec
         self._native = checkpoint.format == FORMAT
         files = Files(store, checkpoint.manifest) if self._native else files_at(store)
-        self.reader = FilesReader(files, transfer)
+        self.reader = FilesReader(files, store, transfer)
         self.nodes, self.names = choose(checkpoint.manifest.tree, rename, codec)
         saved = {tensor.key: tensor for tensor in checkpoint.manifest.tensors}
         self.tensors = [
