@@ -6,7 +6,6 @@ A run is a folder with checkpoints in it, one in each folder, however they are n
 import contextlib
 import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -35,7 +34,7 @@ from milepost.inspection.foreign_files import iso, look_at_foreign, size_and_tim
 from milepost.inspection.run_rule import rule_of, told_rule
 from milepost.inspection.usage import StepFiles, files_of, room_of
 from milepost.inspection.verified import verified_at
-from milepost.steps.names import StepNames, names_in
+from milepost.steps.names import StepNames, names_in, step_in
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import metrics_of
 from milepost.steps.survey import each
@@ -47,7 +46,6 @@ _ASKED_ALWAYS = 16
 """How many of the newest steps are asked for at every look, where a listing is a request."""
 _TURNS = 16
 """The others are asked for at one of so many looks."""
-_DIGITS = re.compile(r"([0-9]{1,18})[^0-9]*")
 _TORCH_FILES = (".pt", ".pth", ".ckpt")
 StepState = Literal["whole", "unfinished", "removed", "damaged", "unreadable", "unhealthy"]
 """`removed`: it is being removed. `unreadable`: it may be whole, but cannot be read here: no permission, or newer."""
@@ -214,11 +212,19 @@ def _summed(
     return Look(PlaceSummary(url=store.url, kind=kind, steps=aged, file_bytes=room_of(files.values()), **told), files)
 
 
-def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
-    """Where the newest step of a run is that is whole and healthy, and the newer ones that are not. None: it is no run.
+class StepToShow(NamedTuple):
+    """The newest step of a run that is whole and healthy, where it is, and the newer ones that are not."""
 
-    A place with a checkpoint of its own is no run here. Looks at as few steps as it can. Raises CheckpointNotFound if
-    no step is whole.
+    summary: StepSummary
+    place: Store
+    passed: tuple[StepSummary, ...]
+
+
+def newest_step(root: Store, *, or_unhealthy: bool = False) -> StepToShow | None:
+    """The newest step of a run that is whole and healthy. None: it is no run.
+
+    `or_unhealthy`: where none is, the newest that is unhealthy. A place with a checkpoint of its own is no run here.
+    Looks at as few steps as it can. Raises CheckpointNotFound if there is no such step.
     """
     if not _lists_folders(root) or (isinstance(root, LocalStore) and os.path.isfile(root.root)):
         return None
@@ -233,11 +239,15 @@ def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
             continue
         summary = _with_files([one], root)[0].summary
         if summary.state == "whole":
-            return place_of_step(root, summary.name), tuple(passed)
+            return StepToShow(summary, place_of_step(root, summary.name), tuple(passed))
         passed.append(summary)
     if not passed:
         return None
-    raise CheckpointNotFound(f"{root.url} is a run without a step that is whole; `milepost ls` says what is wrong")
+    last = next((at for at, one in enumerate(passed) if one.state == "unhealthy"), None)
+    if last is not None and or_unhealthy:
+        return StepToShow(passed[last], place_of_step(root, passed[last].name), tuple(passed[:last]))
+    what = "whole and healthy" if last is not None else "whole"
+    raise CheckpointNotFound(f"{root.url} is a run without a step that is {what}; `milepost ls` says what is wrong")
 
 
 def _newest_first(root: Store) -> Iterator[Callable[[], _Inspected | None]]:
@@ -283,13 +293,6 @@ def _inside(root: Store, seen: SeenSteps) -> list[_Inspected]:
 def place_of_step(root: Store, name: str) -> Store:
     """The place of a step that `look_at` found under a root, with the settings of the root."""
     return root if name == "." else folder_in(root, name)
-
-
-def step_in(name: str) -> int | None:
-    """The number of a step in a name: by Milepost's own names, else the last number in it."""
-    own = StepNames().own.step(name)
-    found = None if own is not None else list(_DIGITS.finditer(name))
-    return own if own is not None else int(found[-1][1]) if found else None
 
 
 def _look(place: Store, name: str, names: frozenset[str] | None) -> _Inspected | None:

@@ -49,7 +49,7 @@ def command(
     Hugging Face writes it). Without --to: torch for a TARGET that ends in .pt, .pth, .ckpt or .bin, else milepost.
     Every byte is verified on the way, and TARGET looks whole only when it is. Of a run, the newest step is converted.
     """
-    place = one_at(source)
+    place = one_at(source, or_unhealthy=False)
     with advising(place), contextlib.closing(files_at(place)) as files:  # before torch: what is wrong is told at once
         refuse_unmatched([*without, *([] if keys is None else [keys])], keys_in(files.manifest), place.url)
     from milepost.formats.write.convert import convert  # noqa: PLC0415  # imports torch
