@@ -4,7 +4,6 @@ A run is a folder with checkpoints in it, one in each folder, however they are n
 """
 
 import contextlib
-import math
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -61,7 +60,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     `file_bytes`: all files that it needs, those of earlier saves and the manifest included, so steps that share a file
     each count it; `new_file_bytes`: what its own save added to the disk. None: not known. `used_by`: the folders of the
     steps that use data of one that was removed. `kept`: why the rule of the run keeps it. `verified`: when `milepost
-    verify --record` last read all of it.
+    verify --record` last read all of it. Numbers in `metrics` that are not finite are null in JSON.
     """
 
     step: int | None
@@ -343,8 +342,7 @@ def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0)
         file_bytes=sum(file.size_bytes for file in manifest.stored) + manifest_bytes,
         new_file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
         created=manifest.created or None,
-        # JSON has no numbers that are not finite.
-        metrics={n: v if math.isfinite(v) else None for n, v in metrics_of(manifest).items()} if ours else {},
+        metrics={**metrics_of(manifest)} if ours else {},
         timings=manifest.timings,
     )
 
