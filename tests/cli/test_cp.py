@@ -115,3 +115,13 @@ def test_cp_needs_no_torch(run, tmp_path):
         f"assert main(['cp', {str(run)!r}, {str(tmp_path / 'copy')!r}]) == 0; assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdout=subprocess.DEVNULL)
+
+
+@pytest.mark.parametrize(("steps", "status"), [("1-20", 0), ("1,20", 3), ("20", 3), ("2-20", 3)])
+def test_step_that_is_named_and_not_finished_ends_with_3(run, tmp_path, steps, status):
+    for manifest in (run / step_name(20)).glob("manifest-*"):
+        manifest.unlink()
+    done = milepost("cp", run, tmp_path / "copy", "--steps", steps)
+    assert done.status == status
+    assert "1 not finished" in done.out
+    assert ("were not copied" in done.err) == bool(status)

@@ -1,5 +1,6 @@
 """`milepost ls`: every state of a step, why it is kept, and which one a job resumes from."""
 
+import math
 import os
 import re
 
@@ -86,3 +87,14 @@ def test_place_without_a_checkpoint_says_where_to_look(run, tmp_path):
     assert refused(3, "ls", tmp_path / "nothing" / "here").endswith(f"To see what there is: milepost ls {tmp_path}")
     (tmp_path / "empty").mkdir()
     assert "Nothing was saved here" in refused(3, "ls", tmp_path / "empty")
+
+
+def test_metrics_that_are_not_finite_are_shown_as_they_are(tmp_path):
+    with library.Checkpointer(tmp_path, keep_best=1, best="acc", mode="max", keep_last=1) as keeper:
+        for step, value in ((1, math.inf), (2, -math.inf), (3, math.nan)):
+            keeper.save({"n": step}, step, metrics={"acc": value})
+        assert keeper.steps() == [1, 3]
+    found = rows(fine("ls", tmp_path).out)[1]
+    shown = [(step, row[-2:]) for step, row in found.items()]
+    assert shown == [(1, ["acc inf", "best 1 by acc"]), (3, ["acc nan", "last 1"])]
+    assert [step["metrics"] for step in fine("ls", tmp_path, "--json").json["steps"]] == [{"acc": None}] * 2

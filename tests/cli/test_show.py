@@ -165,3 +165,18 @@ def test_verdict_of_the_run_is_shown(tmp_path):
     place = tmp_path / "step-0000000001"
     for command in ("show", "stats"):
         assert re.search(r"^health +unhealthy: 1 NaN in 'w'$", fine(command, place).out, re.MULTILINE)
+
+
+def test_run_without_a_healthy_step_shows_its_newest(tmp_path):
+    run = tmp_path / "run"
+    with library.Checkpointer(run, healthy=True, keep_last=9) as keeper:
+        for step in (1, 2, 3):
+            keeper.save({"w": torch.tensor([math.nan])}, step)
+    (run / "step-0000000003" / "manifest-00000001.json").write_text("{}")
+    told = f"milepost: {run} is a run without a healthy step; this is step-0000000002, its newest unhealthy one: 1 NaN"
+    for line in (["show"], ["stats"], ["explain", "--ranks", "2"], ["diff", run / "step-0000000002"]):
+        done = milepost(line[0], run, *line[1:])
+        assert (done.status, done.err.startswith(told)) == (0, True), done
+    assert "a run without a step that is whole and healthy" in refused(3, "convert", run, tmp_path / "out")
+    with library.Checkpointer(run, healthy=True) as keeper, pytest.raises(library.CheckpointUnhealthy):
+        keeper.restore({"w": torch.zeros(1)})

@@ -3,6 +3,7 @@
 import multiprocessing as mp
 import os
 import random
+import shutil
 import time
 
 import pytest
@@ -147,6 +148,37 @@ def test_step_that_retention_removes_meanwhile_is_no_error(tmp_path):
     done = milepost.copy(tmp_path, Prunes(inner))
     assert states(done) == {1: "copied", 2: "removed", 3: "removed"}
     assert steps_in(inner) == [1]
+
+
+class Removes(CountingStore):
+    """A target whose source loses these steps, each as soon as the target was asked about it."""
+
+    def __init__(self, inner, source, steps):
+        super().__init__(inner)
+        self.source, self.steps = source, steps
+
+    def after(self, number, call):
+        for step in self.steps:
+            if step_name(step) in call:
+                shutil.rmtree(self.source / step_name(step), ignore_errors=True)
+
+
+def test_newest_step_that_is_removed_makes_place_for_the_next(tmp_path):
+    make_run(tmp_path, [1, 2, 3])
+    done = milepost.copy(tmp_path, Removes(MemoryStore(), tmp_path, [2, 3]), newest=True)
+    assert states(done) == {1: "copied"}
+
+
+def test_nothing_copied_because_all_was_removed_is_told(tmp_path):
+    make_run(tmp_path, [1, 2])
+    target = MemoryStore()
+    with pytest.raises(CheckpointNotFound, match=r"2 of 2 steps .* were not copied, 0 were:\n  .*1: it was removed b"):
+        milepost.copy(tmp_path, Removes(target, tmp_path, [1, 2]))
+    assert not target.objects
+    make_run(tmp_path, [1, 2, 3])
+    with pytest.raises(CheckpointNotFound, match=r"1 of 3 steps .* were not copied, 2 were"):
+        milepost.copy(tmp_path, Removes(target, tmp_path, [2]), steps=[1, 2, 3])
+    assert steps_in(target) == [1, 3]
 
 
 def test_other_checkpoints_are_replaced_only_if_asked(tmp_path):

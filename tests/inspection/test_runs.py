@@ -14,8 +14,9 @@ import milepost
 from milepost.commit.removal import remove_checkpoint
 from milepost.core.manifest import manifest_name
 from milepost.errors import CheckpointNotFound
-from milepost.inspection.runs import SeenSteps, StepSummary, look_at, step_in, why_kept
+from milepost.inspection.runs import SeenSteps, StepSummary, look_at, why_kept
 from milepost.inspection.verified import record_verified
+from milepost.steps.names import step_in
 from milepost.steps.retention import Rule
 from milepost.store import MemoryStore, Traits, Within
 from milepost.testing import CountingStore

@@ -21,8 +21,8 @@ def complete_keys(ctx: click.Context, param: click.Parameter, incomplete: str) -
 
     try:
         place = place_at(path)
-        found = newest_step(place)
-        with open_checkpoint(place if found is None else found[0]) as checkpoint:
+        found = newest_step(place, or_unhealthy=True)
+        with open_checkpoint(place if found is None else found.place) as checkpoint:
             keys = [key for key in map(shown, checkpoint) if key.startswith(incomplete)]
     except Exception:  # noqa: BLE001  # a shell that completes shows no errors
         return []

@@ -7,8 +7,9 @@ from typing import Any
 
 import click
 
-from milepost.checkpoint import Checkpoint, files_at, open_checkpoint
+from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.cli.output import remark
+from milepost.commit.find import told_if_gone
 from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import newest_step
@@ -27,18 +28,17 @@ class PlaceType(click.Path):
 PLACE = PlaceType()
 
 
-def opened(path: str) -> Checkpoint:
-    """The checkpoint at this place, as `one_at` chooses it. Raises CheckpointNotFound, and says where to look."""
+@contextlib.contextmanager
+def opened(path: str) -> Iterator[Checkpoint]:
+    """The checkpoint at this place, as `one_at` chooses it. Raises CheckpointNotFound, and says where to look.
+
+    Also for one that is removed meanwhile.
+    """
     place = one_at(path)
     with advising(place):
-        return open_checkpoint(place)
-
-
-def one_that_opens(path: str) -> Store:
-    """The place of one checkpoint, as `one_at` chooses it. Raises what `opened` raises."""
-    place = one_at(path)
-    with advising(place), contextlib.closing(files_at(place)):
-        return place
+        checkpoint = open_checkpoint(place)
+    with checkpoint, told_if_gone(place, checkpoint.generation, "read"):
+        yield checkpoint
 
 
 @contextlib.contextmanager
@@ -51,19 +51,23 @@ def advising(*places: Store) -> Iterator[None]:
         raise CheckpointNotFound(advised(str(error), meant)) from error
 
 
-def one_at(path: str) -> Store:
+def one_at(path: str, *, or_unhealthy: bool = True) -> Store:
     """The place of one checkpoint: where a run is named, that of its newest step that is whole, which a remark says.
 
-    `path@3` is generation 3 of a place. What is there is not opened yet.
+    `or_unhealthy`: of a run without a healthy step, the newest unhealthy one. `path@3` is generation 3 of a place. What
+    is there is not opened yet.
     """
     place = place_at(path)
-    found = newest_step(place)
+    found = newest_step(place, or_unhealthy=or_unhealthy)
     if found is None:
         return place
-    newest, passed = found
-    newer = f" that is whole; {passed[0].name} is {passed[0].state}" if passed else ""
-    remark(f"{place.url} is a run; {newest.url.rpartition('/')[2]} is its newest step{newer}")
-    return newest
+    step, name = found.summary, found.place.url.rpartition("/")[2]
+    if step.state == "unhealthy":
+        remark(f"{place.url} is a run without a healthy step; this is {name}, its newest unhealthy one: {step.reason}")
+        return found.place
+    newer = f" that is whole; {found.passed[0].name} is {found.passed[0].state}" if found.passed else ""
+    remark(f"{place.url} is a run; {name} is its newest step{newer}")
+    return found.place
 
 
 def advised(text: str, place: Store) -> str:

@@ -7,8 +7,9 @@ Where listings are current (`Traits.is_current`), one shallow listing of the pla
 and nothing is waited for.
 """
 
+import contextlib
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
@@ -95,6 +96,22 @@ def is_there(store: Store, generation: int) -> bool:
 def is_current(store: Store, generation: int) -> bool:
     """Whether this generation is still the newest: it was neither replaced nor removed since it was opened."""
     return newest_generation(store) == generation and is_there(store, generation)
+
+
+@contextlib.contextmanager
+def told_if_gone(store: Store, generation: int, doing: str) -> Iterator[None]:
+    """Inside, what is not as it was saved because the checkpoint is gone meanwhile is CheckpointNotFound, not damage.
+
+    `generation`: 0 for another library's, of which nobody can tell. `doing`: what it was opened for, such as "read".
+    """
+    try:
+        yield
+    except CheckpointDamaged as error:
+        if not generation or is_current(store, generation):
+            raise
+        raise CheckpointNotFound(
+            f"{store.url} was replaced or removed while it was {doing}. Try again, or name another step"
+        ) from error
 
 
 def is_newest(store: Store, manifest: Manifest) -> bool:

@@ -1,12 +1,12 @@
 """`milepost.copy`: a checkpoint or a run, from any kind of place to any that can be written."""
 
-import os
 from collections.abc import Iterable
 
 from msgspec import structs
 
 from milepost.commit.beside import indices_beside, names_at
 from milepost.commit.find import generations_in
+from milepost.commit.nesting import refuse_run, relation
 from milepost.copying.checkpoint_copy import (
     CopyOptions,
     copy_checkpoint,
@@ -19,9 +19,13 @@ from milepost.copying.run_copy import ChosenSteps, chosen_steps, copy_run, told_
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import CheckpointDamaged, CheckpointNotFound, InvalidRequest, StorageError
-from milepost.inspection.runs import PlaceSummary, look_at, place_of_step, step_in
-from milepost.store import LocalStore, Location, Store, store_at
+from milepost.inspection.runs import PlaceSummary, look_at
+from milepost.store import Location, Store, store_at
 from milepost.store.location import store_to_save
+
+_LOOKS = 4
+"""How often the newest step is looked for, where it is removed before it is copied."""
+_SHOWN = 10
 
 
 def copy(
@@ -42,14 +46,16 @@ def copy(
     whole and equal, is not copied again, so the same call goes on where one was cut short. Of a run the oldest step is
     copied first.
 
-    `steps`: the numbers of the steps to copy. `newest=True`: only the newest step that is whole and healthy.
+    `steps`: the numbers of the steps to copy. `newest=True`: only the newest step that is whole and healthy; the next
+    one, where it is removed before it is copied.
     `overwrite=True`: replace another checkpoint at `target`. `host_memory_bytes`, `transfer`, `progress`: as for
     `save`.
 
     Raises InvalidRequest for a wrong argument, for another checkpoint at `target`, and for one of another format, which
     `convert` reads; CheckpointNotFound, StorageError, and SaveConflict if another job wrote to `target` meanwhile.
     Raises CheckpointDamaged, naming file, tensor and box, for bytes that are not what was saved. Of a run, the other
-    steps are copied before it does.
+    steps are copied before it does. A step that is removed meanwhile is left out; it is CheckpointNotFound if `steps`
+    names it, or if nothing else was chosen.
 
     >>> _ = milepost.save({"w": torch.ones(3)}, "memory://original")
     >>> done = milepost.copy("memory://original", "memory://copy")
@@ -60,8 +66,11 @@ def copy(
     limited_transfer(transfer, host_memory_bytes)
     ranges = None if steps is None else tuple(map(_one_step, items_of("steps", steps)))
     options = CopyOptions(overwrite, host_memory_bytes, transfer)
-    done = copy_place(store_at(source), store_to_save(target), ChosenSteps(ranges, newest), options, progress)
+    choice = ChosenSteps(ranges, newest)
+    done = copy_place(store_at(source), store_to_save(target), choice, options, progress)
     _raise_if_left_out(done)
+    if gone := gone_steps(done, choice):
+        raise CheckpointNotFound(gone)
     return done
 
 
@@ -72,7 +81,7 @@ def _one_step(number: object) -> range:
 
 
 def _raise_if_left_out(done: Copied) -> None:
-    """Raise the error of steps that could not be copied; those that were removed meanwhile are no error."""
+    """Raise the error of steps that could not be copied. `gone_steps` has those that were removed meanwhile."""
     lost = [step for step in done.steps if step.state in ("damaged", "unreadable")]
     if lost:
         lines = "\n  ".join(f"{step.name}: {step.reason}" for step in lost)
@@ -92,19 +101,38 @@ def copy_place(
 ) -> Copied:
     """Like `copy`; what befell single steps of a run is in the record. `dry_run`: only say what would be copied."""
     refuse_itself(source, target)
-    summary = look_at(source)
-    if summary.kind == "nothing":
-        raise CheckpointNotFound(summary.reason)
     meter = Meter("copy", target.url, progress)
-    if summary.kind == "run":
+    for left in reversed(range(_LOOKS)):
+        summary = look_at(source)
+        if summary.kind == "nothing":
+            raise CheckpointNotFound(summary.reason)
+        if summary.kind == "checkpoint":
+            break
         steps = chosen_steps(summary, choice)
         if all(step.name != "." for step in steps):
             _refuse_checkpoint(target)
-        return copy_run(summary, steps, (source, target), options, meter, dry_run=dry_run)
+        done = copy_run(summary, steps, (source, target), options, meter, dry_run=dry_run)
+        if not choice.newest or not left or done.steps[0].state != "removed":
+            return done
     if not choice.is_all:
         raise InvalidRequest(f"{summary.url} is one checkpoint, not a run: it has no steps to choose from")
-    _refuse_run(target)
+    refuse_run(target, "copy")
     return _copy_one(summary, (source, target), options, meter, dry_run=dry_run)
+
+
+def gone_steps(done: Copied, choice: ChosenSteps) -> str:
+    """Which steps were to be copied and are no checkpoints, or none any more; empty if that is as it should be.
+
+    A run loses old steps while it is copied. But somebody who names a step wants it, and who copies nothing is told.
+    """
+    gone = [step for step in done.steps if step.state in ("removed", "unfinished")]
+    if len(gone) < len(done.steps):
+        gone = [step for step in gone if step.step is not None and choice.names(step.step)]
+    if not gone:
+        return ""
+    lines = "\n  ".join(f"{step.name}: {step.reason}" for step in gone[:_SHOWN])
+    others = len(done.steps) - len(gone)
+    return f"{len(gone)} of {len(done.steps)} steps of {done.source} were not copied, {others} were:\n  {lines}"
 
 
 def _copy_one(
@@ -138,41 +166,13 @@ def _copy_one(
 
 def refuse_itself(source: Store, target: Store) -> None:
     """Raise InvalidRequest for a copy of a place to itself, or into itself."""
-    here, there = _spot(source), _spot(target)
-    if here[0] == there[0] and f"{there[1]}/".startswith(f"{here[1]}/"):
-        where = "to itself" if here == there else "into itself"
+    found = relation(source, target)
+    if found:
+        where = "to itself" if found == "same" else "into itself"
         raise InvalidRequest(f"{source.url} cannot be copied {where}: {target.url}")
-
-
-def _spot(store: Store) -> tuple[object, str]:
-    """What two stores have in common if they may be one place, and the path in it."""
-    inner: object = store
-    while hasattr(inner, "inner"):  # `Within`, `AtGeneration`, and stores of others that wrap one
-        inner = inner.inner
-    if isinstance(inner, LocalStore):
-        return LocalStore, os.path.realpath(store.url)
-    options = getattr(inner, "options", None)
-    if options is not None:
-        return (options.endpoint, options.account), store.url.rstrip("/")
-    return id(inner), store.url.rstrip("/")
 
 
 def _refuse_checkpoint(target: Store) -> None:
     """Raise InvalidRequest where a run would be copied into a checkpoint."""
     if generations_in(target, names_at(target)) or indices_beside(target):
         raise InvalidRequest(f"{target.url} is a checkpoint, and a run is copied into a folder of checkpoints")
-
-
-def _refuse_run(target: Store) -> None:
-    """Raise InvalidRequest where a checkpoint would be copied over a run, and not into it."""
-    names = names_at(target)
-    if generations_in(target, names):
-        return
-    folders = (name.removesuffix("/") for name in names if name.endswith("/") and name != "data/")
-    for name in folders:
-        place = place_of_step(target, name)
-        if step_in(name) is not None and generations_in(place, names_at(place)):
-            raise InvalidRequest(
-                f"{target.url} is a run: it has a checkpoint in {name}. Say which step the copy becomes: "
-                f"{target.url.rstrip('/')}/step-0000000100, for example"
-            )

@@ -42,6 +42,10 @@ class ChosenSteps:
         """Whether nothing was chosen."""
         return self.ranges is None and not self.newest
 
+    def names(self, step: int) -> bool:
+        """Whether this very step was named, and not only a range that it is in."""
+        return any(len(numbers) == 1 and step in numbers for numbers in self.ranges or ())
+
 
 def chosen_steps(summary: PlaceSummary, choice: ChosenSteps) -> list[StepSummary]:
     """The steps of a run that a choice means, oldest first.
@@ -160,9 +164,9 @@ def told_of(done: CheckpointCopy, step: CopiedStep) -> CopiedStep:
 
 def _left_out(step: CopiedStep, error: CheckpointError) -> CopiedStep:
     """The record of a step that could not be copied. One that was removed meanwhile is no damage."""
-    return structs.replace(
-        step, state="removed" if isinstance(error, CheckpointNotFound) else "damaged", reason=str(error)
-    )
+    if isinstance(error, CheckpointNotFound):
+        return structs.replace(step, state="removed", reason="it was removed before it was copied")
+    return structs.replace(step, state="damaged", reason=str(error))
 
 
 def _listed(names: Iterable[object]) -> str:

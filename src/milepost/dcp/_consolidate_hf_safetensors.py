@@ -60,7 +60,7 @@ def _consolidate(source: str, target: str, numbers: dict[str, int], threads: int
 
     def plan() -> FolderPlan:
         found = _found(source)
-        readers.append(FilesReader(found.files, transfer))
+        readers.append(FilesReader(found.files, LocalStore(local_path(source)), transfer))
         return _plan(source, found, readers[0], numbers)
 
     try:

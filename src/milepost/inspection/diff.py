@@ -27,6 +27,7 @@ from milepost.inspection.differing_values import (
     kinds_of,
     shape_of_state,
 )
+from milepost.inspection.patterns import keys_in, refuse_unmatched
 from milepost.inspection.private_values import PerRankDifference, compare_private
 from milepost.inspection.sides import ComparedSide, opened
 from milepost.inspection.tables import ChangeTally, TableComparison
@@ -122,7 +123,8 @@ def diff(
     both are read and compared, in pieces. Elements are equal if their bits are: a NaN equals the same NaN.
     `values`: also how far the numbers of tensors that changed are apart, which reads those tensors. `keys`: compare
     only keys that match this pattern, with * and ? as in a shell, and not the metadata. `path@3` is generation 3 of a
-    place. Raises CheckpointNotFound, or CheckpointDamaged for what is not as it was saved.
+    place. Raises CheckpointNotFound; CheckpointDamaged for what is not as it was saved; InvalidRequest for `keys` that
+    match nothing in either.
 
     >>> _ = milepost.save({"w": torch.zeros(3), "b": torch.zeros(2), "step": 1}, "memory://before")
     >>> _ = milepost.save({"w": torch.tensor([0.0, 0.5, 0.0]), "b": torch.zeros(2), "step": 2}, "memory://after")
@@ -134,6 +136,8 @@ def diff(
     """
     check_values({"values": values, "keys": keys, "progress": progress})
     with opened(a) as left, opened(b) as right:
+        held = (key for side in (left, right) for key in keys_in(side.manifest))
+        refuse_unmatched([keys], held, f"{left.url} and {right.url}")
         meter = Meter("diff", f"{left.url} {right.url}", progress)
         return _Comparison(left, right, meter, keys).run(values)
 

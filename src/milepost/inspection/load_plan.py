@@ -15,6 +15,7 @@ from milepost.core.layout import Cut, Grid, Mesh
 from milepost.core.limits import MAX_RANKS
 from milepost.core.manifest import FORMAT, Manifest, Tensor
 from milepost.errors import InvalidRequest
+from milepost.inspection.patterns import refuse_unmatched
 from milepost.loading.way import swap_pays
 
 Cuts = tuple[int | None, ...]
@@ -149,7 +150,9 @@ class _ReadSums:
 
 
 def plan_load(manifest: Manifest, url: str, mesh: NewMesh, keys: str = "*") -> PlannedLoad:
-    """What a load of the tensors whose keys match would read on this mesh."""
+    """What a load of the tensors whose keys match would read on this mesh. Raises InvalidRequest if none does."""
+    patterns = keys, *(pattern for pattern, _ in mesh.rules)
+    refuse_unmatched(patterns, (tensor.key for tensor in manifest.tensors), url, "tensor")
     world = math.prod(mesh.shape)
     ranks = [_ReadSums() for _ in range(world)]
     tensors = [tensor for tensor in manifest.tensors if fnmatch.fnmatchcase(tensor.key, keys)]

@@ -11,6 +11,7 @@ from milepost.core.statistics import Health, TensorStatistics
 from milepost.data.read import Files
 from milepost.data.transfer import Watcher
 from milepost.errors import InvalidRequest
+from milepost.inspection.patterns import refuse_unmatched
 
 Source = Literal["recorded", "computed", "both", "none"]
 """Where statistics are from: the save recorded them; or they were computed now; or some are from here, some from there.
@@ -44,8 +45,9 @@ def numbers_of(
     """The statistics of the tensors of an open checkpoint whose keys match.
 
     `compute`: read those of which nothing was recorded, verified and in pieces. That needs torch, and as much memory as
-    a load takes beside its state.
+    a load takes beside its state. Raises InvalidRequest if no key matches.
     """
+    refuse_unmatched([keys], (tensor.key for tensor in files.manifest.tensors), files.url, "tensor")
     chosen = [tensor for tensor in files.manifest.tensors if fnmatch.fnmatchcase(tensor.key, keys)]
     return _report(files, chosen, compute, progress, histogram=False)
 

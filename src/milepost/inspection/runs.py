@@ -4,9 +4,7 @@ A run is a folder with checkpoints in it, one in each folder, however they are n
 """
 
 import contextlib
-import math
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from functools import partial
@@ -17,6 +15,7 @@ import msgspec
 from milepost.checkpoint import files_at
 from milepost.commit.beside import METADATA, names_at, refuse_newer_index
 from milepost.commit.find import generations_in, is_current, look_at_files, newest, parse, read_manifest, removals_in
+from milepost.commit.nesting import folder_in
 from milepost.commit.signs import users_of
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, unseal_brief
@@ -34,7 +33,7 @@ from milepost.inspection.foreign_files import iso, look_at_foreign, size_and_tim
 from milepost.inspection.run_rule import rule_of, told_rule
 from milepost.inspection.usage import StepFiles, files_of, room_of
 from milepost.inspection.verified import verified_at
-from milepost.steps.names import StepNames, names_in
+from milepost.steps.names import StepNames, names_in, step_in
 from milepost.steps.retention import Rule
 from milepost.steps.shelf import metrics_of
 from milepost.steps.survey import each
@@ -46,7 +45,6 @@ _ASKED_ALWAYS = 16
 """How many of the newest steps are asked for at every look, where a listing is a request."""
 _TURNS = 16
 """The others are asked for at one of so many looks."""
-_DIGITS = re.compile(r"([0-9]{1,18})[^0-9]*")
 _TORCH_FILES = (".pt", ".pth", ".ckpt")
 StepState = Literal["whole", "unfinished", "removed", "damaged", "unreadable", "unhealthy"]
 """`removed`: it is being removed. `unreadable`: it may be whole, but cannot be read here: no permission, or newer."""
@@ -62,7 +60,7 @@ class StepSummary(msgspec.Struct, frozen=True, kw_only=True):
     `file_bytes`: all files that it needs, those of earlier saves and the manifest included, so steps that share a file
     each count it; `new_file_bytes`: what its own save added to the disk. None: not known. `used_by`: the folders of the
     steps that use data of one that was removed. `kept`: why the rule of the run keeps it. `verified`: when `milepost
-    verify --record` last read all of it.
+    verify --record` last read all of it. Numbers in `metrics` that are not finite are null in JSON.
     """
 
     step: int | None
@@ -131,7 +129,7 @@ class SeenSteps:
         turn = self._looks % _TURNS
 
         def look(at: int) -> tuple[frozenset[str], _Inspected | None]:
-            name, place = names[at], _within(root, names[at])
+            name, place = names[at], folder_in(root, names[at])
             known = self._found.get(name)
             if known and root.traits.is_current and name not in newest and at % _TURNS != turn:
                 return known
@@ -213,11 +211,19 @@ def _summed(
     return Look(PlaceSummary(url=store.url, kind=kind, steps=aged, file_bytes=room_of(files.values()), **told), files)
 
 
-def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
-    """Where the newest step of a run is that is whole and healthy, and the newer ones that are not. None: it is no run.
+class StepToShow(NamedTuple):
+    """The newest step of a run that is whole and healthy, where it is, and the newer ones that are not."""
 
-    A place with a checkpoint of its own is no run here. Looks at as few steps as it can. Raises CheckpointNotFound if
-    no step is whole.
+    summary: StepSummary
+    place: Store
+    passed: tuple[StepSummary, ...]
+
+
+def newest_step(root: Store, *, or_unhealthy: bool = False) -> StepToShow | None:
+    """The newest step of a run that is whole and healthy. None: it is no run.
+
+    `or_unhealthy`: where none is, the newest that is unhealthy. A place with a checkpoint of its own is no run here.
+    Looks at as few steps as it can. Raises CheckpointNotFound if there is no such step.
     """
     if not _lists_folders(root) or (isinstance(root, LocalStore) and os.path.isfile(root.root)):
         return None
@@ -232,11 +238,15 @@ def newest_step(root: Store) -> tuple[Store, tuple[StepSummary, ...]] | None:
             continue
         summary = _with_files([one], root)[0].summary
         if summary.state == "whole":
-            return place_of_step(root, summary.name), tuple(passed)
+            return StepToShow(summary, place_of_step(root, summary.name), tuple(passed))
         passed.append(summary)
     if not passed:
         return None
-    raise CheckpointNotFound(f"{root.url} is a run without a step that is whole; `milepost ls` says what is wrong")
+    last = next((at for at, one in enumerate(passed) if one.state == "unhealthy"), None)
+    if last is not None and or_unhealthy:
+        return StepToShow(passed[last], place_of_step(root, passed[last].name), tuple(passed[:last]))
+    what = "whole and healthy" if last is not None else "whole"
+    raise CheckpointNotFound(f"{root.url} is a run without a step that is {what}; `milepost ls` says what is wrong")
 
 
 def _newest_first(root: Store) -> Iterator[Callable[[], _Inspected | None]]:
@@ -244,7 +254,7 @@ def _newest_first(root: Store) -> Iterator[Callable[[], _Inspected | None]]:
     names = ((step_in(name), name, is_file) for name, is_file in names_in(root, [""]) if name != "data")
     for step, name, is_file in sorted(names, key=lambda one: (one[0] is not None, one[0] or 0, one[1]), reverse=True):
         if not is_file:
-            yield partial(_look, _within(root, name), name, None)
+            yield partial(_look, folder_in(root, name), name, None)
         elif step is not None and name.endswith(_TORCH_FILES):
             yield partial(_torch_file, root, name)
 
@@ -281,19 +291,7 @@ def _inside(root: Store, seen: SeenSteps) -> list[_Inspected]:
 
 def place_of_step(root: Store, name: str) -> Store:
     """The place of a step that `look_at` found under a root, with the settings of the root."""
-    return root if name == "." else _within(root, name)
-
-
-def _within(root: Store, name: str) -> Store:
-    """The store of one folder. Not `Within` in a local folder: each listing would go through the whole run first."""
-    return LocalStore(root.root / name) if isinstance(root, LocalStore) else Within(root, name)
-
-
-def step_in(name: str) -> int | None:
-    """The number of a step in a name: by Milepost's own names, else the last number in it."""
-    own = StepNames().own.step(name)
-    found = None if own is not None else list(_DIGITS.finditer(name))
-    return own if own is not None else int(found[-1][1]) if found else None
+    return root if name == "." else folder_in(root, name)
 
 
 def _look(place: Store, name: str, names: frozenset[str] | None) -> _Inspected | None:
@@ -319,8 +317,8 @@ def _own(place: Store, name: str, names: frozenset[str], listed: int) -> _Inspec
         size_bytes = len(data)
         manifest = parse(place.url, number, data, unseal_brief)
         refuse_newer_index(place, names, lambda: manifest)
-    except CheckpointNotFound as error:
-        return _Inspected(_step(place, name, state="removed", reason=str(error)), place)
+    except CheckpointNotFound:
+        return _Inspected(_step(place, name, state="removed", reason=f"{place.url} was removed a moment ago"), place)
     except CheckpointError as error:
         return _Inspected(_broken(place, name, error, generation=listed), place)
     summary = _whole(place, name, manifest, size_bytes)
@@ -344,8 +342,7 @@ def _whole(place: Store, name: str, manifest: Manifest, manifest_bytes: int = 0)
         file_bytes=sum(file.size_bytes for file in manifest.stored) + manifest_bytes,
         new_file_bytes=sum(file.size_bytes for file in manifest.files) + manifest_bytes,
         created=manifest.created or None,
-        # JSON has no numbers that are not finite.
-        metrics={n: v if math.isfinite(v) else None for n, v in metrics_of(manifest).items()} if ours else {},
+        metrics={**metrics_of(manifest)} if ours else {},
         timings=manifest.timings,
     )
 

@@ -4,10 +4,10 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 
-from milepost.commit.find import find, is_current, parse
+from milepost.commit.find import find, parse, told_if_gone
 from milepost.core.manifest import Manifest
 from milepost.data.read import Files
-from milepost.errors import CheckpointDamaged, CheckpointNotFound
+from milepost.errors import CheckpointNotFound
 from milepost.inspection.place import place_at
 from milepost.inspection.runs import look_at
 from milepost.store import Location, Reader, Store, Traits
@@ -67,15 +67,10 @@ def opened(path: Location) -> Iterator[ComparedSide]:
         foreign = recognise(store)
         if foreign is None:
             raise _advised(store, error) from None
-        files, ours = foreign.files, False
+        number, files, ours = 0, foreign.files, False
     try:
-        yield ComparedSide(store.url, files, count, ours=ours)
-    except CheckpointDamaged as error:
-        if ours and not is_current(store, number):
-            raise CheckpointNotFound(
-                f"{store.url} was replaced or removed while it was compared. Compare again, or name another step"
-            ) from error
-        raise
+        with told_if_gone(store, number, "compared"):
+            yield ComparedSide(store.url, files, count, ours=ours)
     finally:
         files.close()
 

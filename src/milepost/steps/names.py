@@ -17,6 +17,7 @@ OWN_NAMES = "step-{step:010}"
 MAX_STEP = 9_999_999_999
 """The last step whose name sorts behind all others."""
 _FIELD = re.compile(r"\{step(?::0([1-9][0-9]?)d?)?\}")
+_DIGITS = re.compile(r"([0-9]{1,18})[^0-9]*")
 _MAX_NAME_BYTES = 255
 
 
@@ -148,3 +149,10 @@ def names_in(root: Store, prefixes: Sequence[str]) -> Iterator[tuple[str, bool]]
     folders = {name.removesuffix("/") for name in found if name.endswith("/")}
     yield from ((name, False) for name in folders)
     yield from ((name, True) for name in found if not name.endswith("/") and name not in folders)
+
+
+def step_in(name: str) -> int | None:
+    """The number of a step in a name: by Milepost's own names, else the last number in it."""
+    own = StepNames().own.step(name)
+    found = None if own is not None else list(_DIGITS.finditer(name))
+    return own if own is not None else int(found[-1][1]) if found else None

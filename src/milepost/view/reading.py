@@ -9,6 +9,7 @@ import xxhash
 
 from milepost.checkpoint import files_at
 from milepost.commit.find import find
+from milepost.commit.nesting import folder_in
 from milepost.core.history import PhaseTime
 from milepost.core.manifest import Manifest, OlderFile, ShardFile
 from milepost.core.seal import is_sealed
@@ -18,7 +19,7 @@ from milepost.data.read import Files
 from milepost.errors import CheckpointError, CheckpointNotFound
 from milepost.inspection.runs import PlaceSummary, StepSummary
 from milepost.steps.survey import each
-from milepost.store import LocalStore, Store, Within
+from milepost.store import Store
 
 _AT_ONCE = 16
 """How many manifests are read at the same time, and held."""
@@ -79,9 +80,7 @@ def read_steps(root: Store, found: list[FoundStep]) -> Iterator[ReadStep]:
 
 def store_of_step(root: Store, name: str) -> Store:
     """The store of a step in a folder, or in a file, of this name. `.` is the root itself."""
-    if name == ".":
-        return root
-    return LocalStore(root.root / name) if isinstance(root, LocalStore) else Within(root, name)
+    return root if name == "." else folder_in(root, name)
 
 
 class Rest(msgspec.Struct, frozen=True):

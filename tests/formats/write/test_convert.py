@@ -229,6 +229,17 @@ def test_names_that_clash_or_are_unknown_are_refused(tmp_path, rename, message):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", FORMATS)
+def test_key_without_letters_is_converted_but_not_given(tmp_path, to):
+    state = {"": torch.ones(2), "b": torch.zeros(1)}
+    milepost.save(state, tmp_path / "source")
+    milepost.convert(tmp_path / "source", tmp_path / "out", to)
+    found = read_back(tmp_path / "out", to)
+    same({key: found[key] for key in state}, state)
+    with pytest.raises(milepost.InvalidRequest, match="a key or None, not ''"):
+        milepost.convert(tmp_path / "source", tmp_path / "other", to, rename={"": None, "b": ""})
+
+
 # ---------------------------------------------------------------- what may be there already
 
 

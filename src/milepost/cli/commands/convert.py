@@ -1,18 +1,21 @@
 """`milepost convert`."""
 
+import contextlib
 import fnmatch
 from typing import Literal, get_args
 
 import click
 
+from milepost.checkpoint import files_at
 from milepost.cli import words
 from milepost.cli.blocks import Cell, line
 from milepost.cli.command import command as make_command
 from milepost.cli.output import print_record, progress_shown
-from milepost.cli.places import PLACE, one_that_opens
+from milepost.cli.places import PLACE, advising, one_at
 from milepost.cli.session import Session
 from milepost.cli.statuses import Status
 from milepost.formats.write.converted import Converted
+from milepost.inspection.patterns import keys_in, refuse_unmatched
 
 Target = Literal["milepost", "dcp", "torch", "safetensors"]
 _TORCH = (".pt", ".pth", ".ckpt", ".bin")
@@ -46,7 +49,9 @@ def command(
     Hugging Face writes it). Without --to: torch for a TARGET that ends in .pt, .pth, .ckpt or .bin, else milepost.
     Every byte is verified on the way, and TARGET looks whole only when it is. Of a run, the newest step is converted.
     """
-    place = one_that_opens(source)  # before torch is imported: a wrong path is told at once
+    place = one_at(source, or_unhealthy=False)
+    with advising(place), contextlib.closing(files_at(place)) as files:  # before torch: what is wrong is told at once
+        refuse_unmatched([*without, *([] if keys is None else [keys])], keys_in(files.manifest), place.url)
     from milepost.formats.write.convert import convert  # noqa: PLC0415  # imports torch
 
     def rename(key: str) -> str | None:

@@ -8,15 +8,15 @@ import click
 from milepost.cli import words
 from milepost.cli.blocks import Block, Cell, Column, Style, TextTable, line
 from milepost.cli.command import command as make_command
-from milepost.cli.output import print_record, progress_shown
+from milepost.cli.output import print_record, progress_shown, remark
 from milepost.cli.places import PLACE
 from milepost.cli.session import Session
-from milepost.cli.statuses import Status, worst
+from milepost.cli.statuses import Status, one_line, worst
 from milepost.copying.checkpoint_copy import CopyOptions
-from milepost.copying.copy import copy_place
+from milepost.copying.copy import copy_place, gone_steps
 from milepost.copying.records import Copied, CopiedStep, CopyState
 from milepost.copying.run_copy import ChosenSteps
-from milepost.errors import InvalidRequest
+from milepost.errors import CheckpointNotFound, InvalidRequest
 from milepost.inspection.place import place_at
 from milepost.steps.names import MAX_STEP
 from milepost.store.location import store_to_save
@@ -26,7 +26,7 @@ _SHOWN: dict[CopyState, tuple[str, Style, Status]] = {
     "there": ("there already", "good", Status.FINE),
     "planned": ("to copy", "", Status.FINE),
     "unfinished": ("not finished", "dim", Status.FINE),
-    "removed": ("was removed", "dim", Status.FINE),
+    "removed": ("removed meanwhile", "dim", Status.FINE),
     "damaged": ("damaged", "bad", Status.DAMAGED),
     "unreadable": ("unreadable", "warn", Status.STORAGE),
 }
@@ -54,7 +54,10 @@ def command(
     with progress_shown() as bar:
         done = copy_place(place_at(source), store_to_save(target), choice, CopyOptions(overwrite), bar, dry_run=dry_run)
     print_record(done, session.json, lambda: _blocks(done))
-    return worst(_SHOWN[step.state][2] for step in done.steps)
+    gone = gone_steps(done, choice)
+    if gone:
+        remark(one_line(CheckpointNotFound(gone)))
+    return worst([*(_SHOWN[step.state][2] for step in done.steps), Status.NOT_FOUND if gone else Status.FINE])
 
 
 def ranges_of(text: str) -> Iterator[range]:

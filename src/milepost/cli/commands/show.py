@@ -19,6 +19,7 @@ from milepost.cli.statuses import Status
 from milepost.core.statistics import TensorStatistics
 from milepost.errors import InvalidRequest
 from milepost.inspection.contents import CheckpointContents, EntryDetail, HeldEntry, ReusedData, contents_of, detail_of
+from milepost.inspection.patterns import refuse_unmatched
 
 _COLUMNS = [
     Column("KEY"),
@@ -62,6 +63,7 @@ def command(
     if key is not None:
         contents = _only(contents, lambda one: one.startswith(f"{key}."))
     elif pattern is not None:
+        refuse_unmatched([pattern], (one.key for one in contents.entries if one.kind != "container"), contents.url)
         contents = _only(contents, lambda one: fnmatch.fnmatchcase(one, pattern))
     as_tree = is_terminal() if tree is None else tree
     print_record(contents, session.json, lambda: _blocks(contents, as_tree))

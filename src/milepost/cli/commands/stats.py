@@ -17,6 +17,7 @@ from milepost.cli.output import print_record, progress_shown
 from milepost.cli.places import PLACE, advising, one_at
 from milepost.cli.session import Session
 from milepost.cli.statuses import Status
+from milepost.commit.find import told_if_gone
 from milepost.core.statistics import TensorStatistics
 from milepost.data.read import Files
 from milepost.errors import InvalidRequest
@@ -63,7 +64,7 @@ def command(
     with advising(place):
         files = files_at(place)
     try:
-        with progress_shown() as bar:
+        with progress_shown() as bar, told_if_gone(place, files.manifest.generation, "read"):
             if key is None:
                 found = numbers_of(files, pattern or "*", compute=compute, progress=bar)
             else:

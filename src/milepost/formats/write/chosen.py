@@ -10,6 +10,7 @@ from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from milepost.checkpoint import Checkpoint, files_at
 from milepost.core.manifest import FORMAT, Tensor, Value
 from milepost.core.shardfile import NewEntry
+from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.table import TensorRow
 from milepost.core.tree import LEAVES, Node, build, grow
 from milepost.data.late import LateBox
@@ -44,7 +45,7 @@ class Chosen:
         self.checkpoint, self._codec = checkpoint, codec
         self._native = checkpoint.format == FORMAT
         files = Files(store, checkpoint.manifest) if self._native else files_at(store)
-        self.reader = FilesReader(files, transfer)
+        self.reader = FilesReader(files, store, transfer)
         self.nodes, self.names = choose(checkpoint.manifest.tree, rename, codec)
         saved = {tensor.key: tensor for tensor in checkpoint.manifest.tensors}
         self.tensors = [
@@ -72,7 +73,19 @@ class Chosen:
             for key, saved in self.tensors
         ]
         metadata = self._codec.encode(self.checkpoint.metadata, "metadata")
-        return SourceContents(tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata)
+        found = tuple(rows), self.reader, self.names, self.nodes, tuple(values), metadata
+        return SourceContents(*found, self._statistics(), self.health)
+
+    @property
+    def health(self) -> Health | None:
+        """What the rule of the run said when the source was saved. Of the whole source, also where a part is chosen."""
+        return self.checkpoint.manifest.health if self._native else None
+
+    def _statistics(self) -> tuple[TensorStatistics, ...]:
+        """What the source records of the tensors that are chosen, under their keys here."""
+        recorded = {row.key: row for row in self.checkpoint.manifest.statistics} if self._native else {}
+        chosen = ((key, recorded.get(saved.key)) for key, saved in self.tensors)
+        return tuple(msgspec.structs.replace(row, key=key) for key, row in chosen if row is not None)
 
     def torch_state(self) -> Any:
         """For torch.save: containers and values that torch.load reads without running anything."""
@@ -174,7 +187,7 @@ def choose(tree: Iterable[Node], rename: Rename | None, codec: Codec) -> tuple[t
 
 
 def _refuse_clashes(kept: Mapping[str, Any]) -> None:
-    wrong = {key: name for key, name in kept.items() if not isinstance(name, str) or not name}
+    wrong = {key: name for key, name in kept.items() if not isinstance(name, str) or (not name and key)}
     if wrong:
         raise InvalidRequest(f"`rename` gives a key or None, not {next(iter(wrong.values()))!r}")
     by_name: dict[str, list[str]] = {}

@@ -4,6 +4,7 @@ The layout of every format is known before the first byte is read. So memory is 
 ranks share the work without further messages.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ from milepost.comm import TIMEOUT_S, Call, Comm, calling, operating_on, together
 from milepost.comm.distributed import ranks_of
 from milepost.commit.beside import indices_beside
 from milepost.commit.find import generations
+from milepost.commit.nesting import refuse_run, relation
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
 Format = Literal["milepost", "dcp", "torch", "safetensors"]
+_log = logging.getLogger("milepost")
 MAX_SHARD_BYTES = MODEL.max_shard_bytes
 """The size of a safetensors file, as Hugging Face cuts them."""
 
@@ -93,7 +96,10 @@ def convert(
         if to != "milepost":
             local_folder(store, to)
         refuse_read_only(store)
-        return within(transfer, host_memory_bytes)
+        moving = within(transfer, host_memory_bytes)
+        if comm.rank == comm.coordinator:
+            _refuse_to_hide(store_at(source), store, to)
+        return moving
 
     target_call = Call("converting to", store.url)
     with calling(comm, target_call) as call, operating_on(comm, "convert", store.url, wraps=True) as operation:
@@ -107,12 +113,37 @@ def convert(
                 named = HfNames(max_shard_bytes, file_name)
                 root, plan = _foreign(opened, to, local_folder(store, to), comm.size, named, drop_values)
                 write_together(FolderAttempt(root, comm, limited, overwrite), plan, meter)
+                _warn_of_lost_verdict(opened.chosen, store, to, comm)
         finally:
             opened.close()
         sizes = [saved.size_bytes for _, saved in opened.chosen.tensors]
         if to != "milepost":
             operation.commit(0, sum(sizes))
         return Converted(store.url, to, len(sizes), sum(sizes))
+
+
+def _refuse_to_hide(source: Store, target: Store, to: str) -> None:
+    """Raise InvalidRequest for a target in the folder of the source, and for a run, whose steps would be hidden."""
+    if relation(source, target) == "inside":
+        raise InvalidRequest(
+            f"{target.url} lies in the checkpoint that is converted, {source.url}, whose folder is its own. Convert to "
+            "another folder"
+        )
+    if to != "torch" and not (isinstance(target, LocalStore) and os.path.isfile(target.root)):
+        refuse_run(target, "conversion")
+
+
+def _warn_of_lost_verdict(chosen: Chosen, target: Store, to: str, comm: Comm) -> None:
+    """Log, once for all ranks, that the new files do not say that their source is unhealthy."""
+    health = chosen.health
+    if health is not None and not health.ok and comm.rank == comm.coordinator:
+        _log.warning(
+            "%s was unhealthy when it was saved: %s. %s is of the format %s, which does not say so",
+            chosen.checkpoint.url,
+            health.reason,
+            target.url,
+            to,
+        )
 
 
 def within(transfer: Transfer | None, host_memory_bytes: int) -> Transfer:

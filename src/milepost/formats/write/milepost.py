@@ -18,6 +18,7 @@ from milepost.core.layout import Whole
 from milepost.core.manifest import ShardFile, Value
 from milepost.core.ranks import pack_ranks
 from milepost.core.shardfile import NewEntry
+from milepost.core.statistics import Health, TensorStatistics
 from milepost.core.table import TensorRow
 from milepost.core.tree import Node
 from milepost.core.wire import Wire
@@ -39,10 +40,12 @@ class SourceContents:
     nodes: tuple[Node, ...]
     values: tuple[Value, ...]
     metadata: Any
+    statistics: tuple[TensorStatistics, ...] = ()
+    health: Health | None = None
 
     def digest(self) -> bytes:
         """Equal on two ranks that would write the same."""
-        return xxhash.xxh3_128_digest(msgspec.json.encode((self.rows, self.nodes, self.values)))
+        return xxhash.xxh3_128_digest(msgspec.json.encode((self.rows, self.nodes, self.values, self.health)))
 
 
 _PLANNING = Meeting("planning", Bytes(), Wire(Aim))
@@ -113,7 +116,10 @@ def _write(
     def commit(shares: list[_WrittenShare]) -> int:
         files = tuple(one.file for one in shares if one.file is not None)
         timings = operation.timings = phase_times([one.times for one in shares])
-        attempt.commit(Contents(source.metadata, layouts, tensors, source.nodes, source.values, (), files, timings))
+        recorded = source.statistics, source.health
+        attempt.commit(
+            Contents(source.metadata, layouts, tensors, source.nodes, source.values, (), files, timings, *recorded)
+        )
         return sum(one.data_bytes for one in shares)
 
     try:
@@ -122,4 +128,4 @@ def _write(
         attempt.fail(error)
         raise
     meter.finish()
-    operation.commit(aim.generation, total)
+    operation.commit(aim.generation, total, source.health)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from milepost.commit.find import told_if_gone
 from milepost.core.box import Box
 from milepost.core.division import read_plan
 from milepost.core.limits import BLOCK_BYTES
@@ -18,7 +19,7 @@ from milepost.data.read import Files, VerifiedFile
 from milepost.data.transfer import Transfer
 from milepost.errors import CheckpointError, StorageError
 from milepost.state.tensors import new_tensor
-from milepost.store import Traits
+from milepost.store import Store, Traits
 
 
 @contextlib.contextmanager
@@ -71,7 +72,8 @@ class FilesReader:
     checksum. One that were added between the read and the check of its neighbour would be compared with unread bytes.
     """
 
-    def __init__(self, files: Files, transfer: Transfer) -> None:
+    def __init__(self, files: Files, store: Store, transfer: Transfer) -> None:
+        self._store = store
         self._turn = contextlib.nullcontext() if files.manifest.format == FORMAT else threading.Lock()
         self._files, self._manifest = _OneAtATime(files), files.manifest
         self._tensors = {tensor.key: tensor for tensor in files.manifest.tensors}
@@ -83,7 +85,7 @@ class FilesReader:
     def read(self, wanted: list[Wanted]) -> None:
         """Fill all targets. Raises StorageError, naming the source, if it cannot be read."""
         packed = self._files.transforms
-        with reading(self._files.url):
+        with reading(self._files.url), told_if_gone(self._store, self._manifest.generation, "converted"):
             for want in wanted:
                 if want.key in packed:
                     self._copy_restored(want)
