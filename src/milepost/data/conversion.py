@@ -13,19 +13,21 @@ _AT_ONCE = 1 << 16
 
 
 def copy_checked(source: torch.Tensor, target: torch.Tensor, saved: str, wanted: str) -> Shape | None:
-    """Copy `source`, which lies on the CPU, into `target`. Gives the index of the first value that does not fit.
+    """Copy `source` into `target`. Gives the index of the first value that does not fit.
 
     `saved` and `wanted` are the names of their types. Precision may be lost. A number beyond the range of the target's
-    type does not fit; nothing is copied of the piece in which it lies, and of those after it.
+    type does not fit; nothing is copied of the piece in which it lies, and of those after it. What lies on a device is
+    looked at in main memory.
     """
     looks = conversion(saved, wanted) != "fits"
+    seen = source.cpu() if looks else source
     for slab in Box.whole(tuple(source.shape)).slabs(_AT_ONCE if looks else source.numel()):
-        part = source[slab.slices]
+        part = seen[slab.slices]
         wrong = _misfits(part, saved, wanted) if looks else np.False_
         if wrong.any():
             first = np.unravel_index(int(wrong.argmax()), part.shape)
             return tuple(int(i) + start for i, start in zip(first, slab.offset, strict=True))
-        target[slab.slices].copy_(part)
+        target[slab.slices].copy_(source[slab.slices])
     return None
 
 
