@@ -10,6 +10,8 @@ from milepost.core.dtypes import COMPLEX, FLOATS, INTEGERS, conversion
 
 _AT_ONCE = 1 << 16
 """How many elements are looked at together, so that the look takes little memory."""
+_REDUCED = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+"""The types in which torch finds the least and the greatest number."""
 
 
 def copy_checked(source: torch.Tensor, target: torch.Tensor, saved: str, wanted: str) -> Shape | None:
@@ -23,12 +25,25 @@ def copy_checked(source: torch.Tensor, target: torch.Tensor, saved: str, wanted:
     seen = source.cpu() if looks else source
     for slab in Box.whole(tuple(source.shape)).slabs(_AT_ONCE if looks else source.numel()):
         part = seen[slab.slices]
-        wrong = _misfits(part, saved, wanted) if looks else np.False_
-        if wrong.any():
-            first = np.unravel_index(int(wrong.argmax()), part.shape)
-            return tuple(int(i) + start for i, start in zip(first, slab.offset, strict=True))
+        if looks and not _surely_fits(part, wanted):
+            wrong = _misfits(part, saved, wanted)
+            if wrong.any():
+                first = np.unravel_index(int(wrong.argmax()), part.shape)
+                return tuple(int(i) + start for i, start in zip(first, slab.offset, strict=True))
         target[slab.slices].copy_(source[slab.slices])
     return None
+
+
+def _surely_fits(part: torch.Tensor, wanted: str) -> bool:
+    """Whether the least and the greatest of all numbers are in the range. With a NaN or an infinity: not surely."""
+    if part.is_complex():
+        part, wanted = torch.view_as_real(part), COMPLEX[wanted]
+    if part.dtype not in _REDUCED:
+        return False
+    reach = FLOATS[wanted]
+    edge = reach.largest + reach.half_step
+    least, greatest = torch.aminmax(part)
+    return -edge < least.item() and greatest.item() < edge
 
 
 def _misfits(part: torch.Tensor, saved: str, wanted: str) -> Any:
