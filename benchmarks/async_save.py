@@ -39,8 +39,8 @@ from showing import Row, at_most, bars_table, below, format_table, positive, wri
 
 MOST_OF_LIMIT = 1.15
 MOST_OF_DCP_STALL = 0.5
-STALL_BELOW_MS = 20  # on a GPU, up to 13 GB
-SLOW_DOWN_BELOW_PERCENT = {"thread": 5, "process": 3}
+STALL_BELOW_MS = {"device": 10, "overlap": 20}  # on a GPU, up to 13 GB
+SLOW_DOWN_BELOW_PERCENT = 2
 MOST_OF_SYNC = 1.1
 MOST_OF_STATE = 1.1
 LEAST_STEPS = 3  # fewer do not show a rate
@@ -211,11 +211,10 @@ def _barred(outcome: Outcome, device: str, dcp_stall_s: float | None) -> Iterato
         ratio = outcome.first.returned_s / dcp_stall_s
         yield at_most(f"{name}, first save / stall of DCP's default", ratio, "x", MOST_OF_DCP_STALL)
     if outcome.busy:
-        bar = STALL_BELOW_MS if who.stage in ("device", "overlap") and device != "cpu" else None
+        bar = STALL_BELOW_MS.get(who.stage or "") if device != "cpu" else None
         yield below(f"{name}, stall per save", statistics.median(outcome.stalls_ms()), "ms", bar)
     if slow_downs := outcome.slow_downs():
-        bar = SLOW_DOWN_BELOW_PERCENT[who.background]
-        yield below(f"{name}, training slow-down", statistics.median(slow_downs), "%", bar)
+        yield below(f"{name}, training slow-down", statistics.median(slow_downs), "%", SLOW_DOWN_BELOW_PERCENT)
     if ratios := outcome.of_sync():
         yield at_most(f"{name}, total / synchronous save", statistics.median(ratios), "x", MOST_OF_SYNC)
     if outcome.host_bytes is not None:

@@ -64,14 +64,15 @@ DEVICE_NAMES = {
 BARS = {
     "save-disk": Bars(most_of_raw=1.15, least_of_dcp=1.6, least_of_safetensors=1.0, most_checksums_percent=10),
     "save-tmpfs": Bars(most_of_raw=1.25, least_of_dcp=1.5),
-    "load-warm": Bars(most_of_raw=1.5, most_of_raw_unverified=1.2, least_of_dcp=5, most_checksums_percent=40),
+    "load-warm-1": Bars(most_of_raw=1.2, most_of_raw_unverified=1.1, least_of_dcp=5, most_checksums_percent=40),
+    "load-warm-4": Bars(most_of_raw=1.3, most_of_raw_unverified=1.1, least_of_dcp=5, most_checksums_percent=40),
     # Checksums cost nothing measurable on a cold load: less than the noise.
     "load-cold": Bars(most_of_raw=1.15, least_of_dcp=2.5, most_checksums_percent=5),
-    "load-2-to-4": Bars(least_of_dcp=8, most_read=1.05),
-    "load-4-to-2": Bars(least_of_dcp=4, most_read=1.05),
-    "load-other-dim": Bars(least_of_dcp=8),
+    "load-2-to-4": Bars(most_of_raw=1.3, least_of_dcp=8, most_read=1.05),
+    "load-4-to-2": Bars(most_of_raw=1.3, least_of_dcp=4, most_read=1.05),
+    "load-other-dim": Bars(most_of_raw=2, least_of_dcp=6, most_read=1.05),
     "small-save": Bars(least_of_dcp=10),
-    "small-load": Bars(least_of_dcp=20),
+    "small-load": Bars(least_of_dcp=25),
     "tiny": Bars(),
     "device": Bars(),
 }

@@ -73,7 +73,7 @@ def test_every_bar_compares_what_was_measured(benchmark):
         "Milepost thread/host, staged, later saves / limit": (pytest.approx(1.125), "<= 1.15", True),
         # DCP's usual stall of 0.5 s, since that of its first save was longer.
         "Milepost thread/host, first save / stall of DCP's default": (pytest.approx(4), "<= 0.5", False),
-        "Milepost thread/host, training slow-down": (pytest.approx(20), "< 5", False),
+        "Milepost thread/host, training slow-down": (pytest.approx(20), "< 2", False),
         "Milepost thread/host, total / synchronous save": (pytest.approx(1), "<= 1.1", True),
         "Milepost thread/host, host memory / state": (pytest.approx(1.05), "<= 1.1", True),
     }
@@ -81,7 +81,7 @@ def test_every_bar_compares_what_was_measured(benchmark):
 
 def test_a_short_stall_is_asked_of_copies_on_the_gpu_and_overlapped_ones(benchmark):
     for key, device, bar in (
-        ("thread-device", "cuda", "< 20"),
+        ("thread-device", "cuda", "< 10"),
         ("thread-overlap", "cuda", "< 20"),
         ("thread-overlap", "cpu", None),
         ("process-host", "cuda", None),
@@ -89,11 +89,6 @@ def test_a_short_stall_is_asked_of_copies_on_the_gpu_and_overlapped_ones(benchma
         rows = benchmark.rows_of([outcome_of(benchmark, key)], device)
         stall = next(row for row in rows if row.name.endswith("stall per save"))
         assert (stall.value, stall.bar) == (pytest.approx(700), bar)
-
-
-def test_a_process_may_slow_training_down_less_than_a_thread(benchmark):
-    rows = values_of(benchmark.rows_of([outcome_of(benchmark, "process-auto")], "cuda"))
-    assert rows["Milepost process/auto, training slow-down"][1] == "< 3"
 
 
 def test_names_of_rows_are_unique_and_the_tables_show_every_contender(benchmark):

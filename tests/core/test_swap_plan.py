@@ -14,7 +14,7 @@ from milepost.core.layout import Boxes, Held, Whole
 from milepost.core.limits import KIB, MIB
 from milepost.core.manifest import OlderFile, ShardFile, Tensor, new_manifest
 from milepost.core.ranks import pack_ranks
-from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, Wish, copies_of, merge_wants, packed
+from milepost.core.swap_plan import Rounds, SwapPlan, WantRow, Wish, copies_of, finder_of, merge_wants, packed
 from milepost.core.table import TensorRow
 from milepost.testing import on_mesh, simulate_save
 from tests.strategies import count_cover, examples, layouts, shapes
@@ -47,16 +47,32 @@ def saved(draw, world):
     return new_manifest(1, "00000001-00000000", "", "", world, metadata={}, **content)
 
 
+def ways_to_group(world):
+    """All ranks want the same; or each half does; or each rank wants something else."""
+    return [[range(world)], [range(world // 2), range(world // 2, world)][world < 2 :], [[r] for r in range(world)]]
+
+
+@st.composite
+def own_boxes(draw, shape, ranks):
+    """Some boxes for each rank, as ranks list them that cut tensors themselves: they may overlap."""
+    held = {}
+    for rank in ranks:
+        for _ in range(draw(st.integers(0, 3))):
+            starts = tuple(draw(st.integers(0, n)) for n in shape)
+            held[Box(starts, tuple(draw(st.integers(0, n - a)) for a, n in zip(starts, shape, strict=True)))] = rank
+    return Boxes(tuple(Held(box, f"{rank}") for box, rank in held.items()))
+
+
 @st.composite
 def wishes(draw, manifest, world):
-    """What the ranks want: some of the tensors, cut in other ways, by one group of ranks or by two."""
+    """What the ranks want: some of the tensors, cut in other ways, by one group of ranks or by several."""
     tensors = [t for t in manifest.tensors if draw(st.integers(0, 4))]
-    halves = (range(world),) if draw(st.booleans()) or world < 2 else (range(world // 2), range(world // 2, world))
+    halves = draw(st.sampled_from(ways_to_group(world)))
     groups = []
     for ranks in halves:
         rows = []
         for tensor in tensors:
-            layout = draw(layouts(tensor.shape, ranks))
+            layout = draw(st.one_of(layouts(tensor.shape, ranks), own_boxes(tensor.shape, ranks)))
             rows.append(WantRow(tensor.key, None if isinstance(layout, Whole) else layout))
         groups.append((pack_ranks(ranks), rows))
     return merge_wants(groups)
@@ -205,6 +221,23 @@ def test_a_rank_reads_for_fewer_rounds_where_they_are_of_many_boxes():
 
 def test_layouts_of_every_kind_say_how_often_a_tensor_is_wanted():
     everybody = frozenset(range(6))
-    assert copies_of(Wish(on_mesh((2, 3), [None, 0]), everybody)) == 2
-    assert copies_of(Wish(Whole("0-5"), frozenset({1, 2}))) == 2
-    assert copies_of(Wish(Boxes((Held(Box((0,), (2,)), "0,3,4"), Held(Box((2,), (2,)), "1"))), everybody)) == 3
+    one, two, both = Held(Box((0,), (2,)), "0,3,4"), Held(Box((2,), (2,)), "1"), Held(Box((1,), (2,)), "2")
+    for layout, ranks, copies in (
+        (on_mesh((2, 3), [None, 0]), everybody, 2),
+        (Whole("0-5"), frozenset({1, 2}), 2),
+        (Boxes((one, two)), everybody, 3),
+        (Boxes((two, both, one)), everybody, 5),  # at most: the last one meets both
+        (Boxes(()), everybody, 1),
+        (Boxes((Held(Box((), ()), "0,1"),)), everybody, 2),
+    ):
+        assert copies_of(Wish(layout, ranks), finder_of(layout)) == copies
+
+
+def test_wishes_of_ranks_that_list_their_own_boxes_become_one():
+    tables = [(f"{rank}", [WantRow("w", Boxes((Held(Box((rank // 2,), (1,)), f"{rank}"),)))]) for rank in range(8)]
+    [wish] = merge_wants(tables)["w"]
+    assert [(held.box.offset[0], held.ranks) for held in wish.layout.held] == [
+        (i, f"{2 * i}-{2 * i + 1}") for i in range(4)
+    ]
+    assert wish.ranks == frozenset(range(8))
+    assert len(merge_wants([*tables, ("8", [WantRow("w", None)])])["w"]) == 9

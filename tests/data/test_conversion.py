@@ -6,10 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 import milepost
 import milepost.dcp
 from milepost.core.dtypes import COMPLEX, DTYPES, FLOATS, INTEGERS, conversion, may_convert
+from milepost.data.conversion import copy_checked
 from milepost.testing import run_ranks
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
@@ -92,6 +95,65 @@ def test_the_first_value_that_does_not_fit_is_named(tmp_path, saved, target, fit
     with pytest.raises(milepost.StateMismatch, match=says):
         milepost.load(state, tmp_path, convert_dtype=True)
     milepost.load(state, tmp_path, convert_dtype="lossy")
+
+
+class Elsewhere(torch.Tensor):
+    """Plays a tensor on a device: numpy does not see its memory."""
+
+    def numpy(self):
+        raise TypeError("can't convert a device tensor to numpy")
+
+    def cpu(self):
+        return self.as_subclass(torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("saved", "target", "beyond"),
+    [
+        ("int64", "int8", 128),
+        ("float32", "float16", 7e4),
+        ("complex128", "complex64", 1e39),
+        ("uint16", "int16", 40000),
+    ],
+)
+def test_values_on_a_device_are_looked_at(saved, target, beyond):
+    source = torch.ones(3, 400, dtype=of_type(saved))
+    room = torch.zeros_like(source, dtype=of_type(target))
+    assert copy_checked(source.as_subclass(Elsewhere), room, saved, target) is None
+    assert torch.equal(room, source.to(of_type(target)))
+    source.view(-1)[700] = beyond
+    source.view(-1)[900] = beyond
+    assert copy_checked(source.as_subclass(Elsewhere), room, saved, target) == (1, 300)
+
+
+NARROWING = [
+    (saved, target)
+    for saved, target in itertools.product(["float16", "bfloat16", "float32", "float64"], FLOATS)
+    if conversion(saved, target) == "checked"
+]
+
+
+@given(st.data(), st.sampled_from(NARROWING), st.sampled_from([(7,), (3, 5), (70_000,), (300, 301)]), st.booleans())
+def test_floats_are_looked_at_as_one_by_one(data, pair, shape, turned):
+    """Each value by itself, in float64, says the same as the quick look at many."""
+    saved, target = pair
+    reach = FLOATS[target]
+    edge = reach.largest + reach.half_step
+    source = torch.linspace(-1, 1, math.prod(shape)).reshape(shape).to(of_type(saved))
+    edges = torch.tensor([edge, math.nextafter(edge, 0), math.inf, math.nan, reach.largest, 1e-40], dtype=torch.float64)
+    values = torch.cat([edges, -edges]).to(of_type(saved))
+    for at in data.draw(st.lists(st.integers(0, source.numel() - 1), max_size=3)):
+        source.view(-1)[at] = values[data.draw(st.integers(0, len(values) - 1))]
+    source = source.t() if turned and source.ndim == 2 else source
+    size = np.abs(source.double().numpy())
+    wrong = (size >= edge) & ((size != math.inf) | (not reach.has_infinity))
+    room = torch.zeros(source.shape, dtype=of_type(target))
+    if wrong.any():
+        expected = tuple(int(i) for i in np.unravel_index(wrong.argmax(), wrong.shape))
+        assert copy_checked(source, room, saved, target) == expected
+    else:
+        assert copy_checked(source, room, saved, target) is None
+        assert torch.equal(room.view(torch.uint8), source.to(of_type(target)).contiguous().view(torch.uint8))
 
 
 @pytest.mark.parametrize("way", ["rows", "columns", "ranks", "numpy", "zstd", "torch file", "unverified"])

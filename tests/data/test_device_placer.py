@@ -134,6 +134,26 @@ def test_device_without_room_is_filled_from_main_memory(tmp_path, monkeypatch):
     assert_same(target, state)
 
 
+def test_load_goes_on_without_pinned_memory(tmp_path, monkeypatch, caplog):
+    empty, tried = torch.empty, []
+
+    def limited(*size, **options):
+        if options.get("pin_memory"):
+            tried.append(size)
+            raise RuntimeError("CUDA error: out of memory\nmore text")
+        return empty(*size, **options)
+
+    monkeypatch.setattr("milepost.data.place.needs_pinned", lambda tensors: True)
+    monkeypatch.setattr(torch, "empty", limited)
+    state = mixed()
+    milepost.save(state, tmp_path)
+    target = blanks(state)
+    milepost.load(target, tmp_path, transfer=Transfer(1, MIB))
+    assert_same(target, state)
+    assert len(tried) == 1, "what failed once is not tried again"
+    assert "cannot pin 1048576 bytes of host memory (CUDA error: out of memory); copies" in caplog.text
+
+
 def test_damage_is_raised_after_all_copies_have_ended(tmp_path, played):
     state = {"a": random_tensor("float32", 3000, 1024)}
     milepost.save(state, tmp_path)

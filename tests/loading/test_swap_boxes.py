@@ -150,6 +150,26 @@ def load_stages(rank, where):
     return store.bytes_read
 
 
+def load_own_columns(rank, where):
+    """Ranks that cut the tensors themselves: each describes its own boxes only."""
+
+    def columns(tensor):
+        width = -(-tensor.shape[-1] // 4) if tensor.ndim else 1
+        start = min(rank * width, tensor.shape[-1]) if tensor.ndim else 0
+        part = tensor[..., start : start + width] if tensor.ndim else tensor
+        place = (*(0 for _ in tensor.shape[1:]), start) if tensor.ndim else ()
+        return Sharded(tuple(tensor.shape), {place: torch.zeros_like(part)}), part
+
+    full = {key: one for key, one in whole().items() if key != "small"}
+    cut_up = {key: columns(one) for key, one in full.items()}
+    store = Reading(where)
+    target = {key: sharded for key, (sharded, _) in cut_up.items()}
+    milepost.load(target, store, share_reads=True, allow_unexpected=True)
+    for key, (sharded, part) in cut_up.items():
+        assert all(torch.equal(one.data, part) for one in sharded.parts), key
+    return store.bytes_read
+
+
 def load_damaged(rank, where):
     start = time.monotonic()
     with pytest.raises(CheckpointDamaged, match=r"(?s)rank \d.*large") as caught:
@@ -299,6 +319,7 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
     size = sum(f.size_bytes for f in milepost.open(folder).manifest.files)
     assert sum(spawn(3, load_in_rounds, folder)) < 1.25 * size, "in little memory, blocks at edges are read twice"
     assert sum(spawn(4, load_stages, folder)) < 1.1 * size, "all of it is wanted by some rank"
+    assert sum(spawn(4, load_own_columns, folder)) < 1.1 * size
     spawn(3, load_while_a_thread_uses_the_group, folder)
     spawn(3, load_while_one_fails, folder)
     spawn(3, load_while_one_sends_nothing, folder)
@@ -316,6 +337,15 @@ def test_swap_error_reaches_all_ranks_and_the_same_call_works(tmp_path):
         file.seek(5 * MIB)
         file.write(bytes([byte[0] ^ 1]))
     spawn(3, load_damaged, folder)
+
+
+def test_wishes_of_all_ranks_may_differ_while_they_take_little():
+    def offers(table_bytes, different=True):
+        return [swap_boxes._Offer(bytes([i * different]), table_bytes, ("cpu",), "", MIB) for i in range(200)]
+
+    assert len(swap_boxes._judge(offers(1000)).groups) == 200
+    assert not swap_boxes._judge(offers(MIB)).groups
+    assert len(swap_boxes._judge(offers(64 * MIB, different=False)).groups) == 1, "then no table is sent"
 
 
 @pytest.mark.parametrize(

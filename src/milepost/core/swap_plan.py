@@ -13,7 +13,7 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -23,10 +23,10 @@ import msgspec
 from milepost.core.box import Box, Shape, boxes_of_run
 from milepost.core.division import PlannedRead, read_plan, written_by
 from milepost.core.dtypes import DTYPES, size_bytes
-from milepost.core.layout import Boxes, Grid, Layout, Whole
+from milepost.core.layout import Boxes, Grid, Held, Layout, Whole
 from milepost.core.limits import BLOCK_BYTES, KIB, MIB
 from milepost.core.manifest import Manifest, Tensor
-from milepost.core.ranks import positions, unpack_ranks
+from milepost.core.ranks import pack_ranks, positions, unpack_ranks
 from milepost.core.shardfile import entry_name, file_order
 
 ALIGN = 16
@@ -90,13 +90,30 @@ class Message(NamedTuple):
 
 
 def merge_wants(groups: Sequence[tuple[str, Sequence[WantRow]]]) -> Wants:
-    """What all ranks want, from the distinct tables and the ranks that have each."""
+    """What all ranks want, from the distinct tables and the ranks that have each.
+
+    Ranks that describe their own boxes have a table each. Their wishes for a tensor become one.
+    """
     found: dict[str, list[Wish]] = {}
     for ranks, rows in groups:
         members = frozenset(unpack_ranks(ranks))
         for row in rows:
             found.setdefault(row.key, []).append(Wish(row.layout or Whole(ranks), members))
-    return {key: tuple(wanted) for key, wanted in found.items()}
+    return {key: _joined(wanted) for key, wanted in found.items()}
+
+
+def _joined(wanted: list[Wish]) -> tuple[Wish, ...]:
+    """The same as one wish, where all of them list boxes."""
+    if len(wanted) == 1:
+        return tuple(wanted)
+    holding: dict[Box, set[int]] = {}
+    for layout, ranks in wanted:
+        if not isinstance(layout, Boxes):
+            return tuple(wanted)
+        for held in layout.held:
+            holding.setdefault(held.box, set()).update(ranks.intersection(held.holders))
+    held_by = tuple(Held(box, pack_ranks(sorted(ranks))) for box, ranks in holding.items() if ranks)
+    return (Wish(Boxes(held_by), frozenset().union(*(one.ranks for one in wanted))),)
 
 
 def may_swap(tensor: Tensor) -> bool:
@@ -155,7 +172,10 @@ class SwapPlan:
         self._tensors = [t for t in manifest.tensors if t.key in wants and may_swap(t)]
         ordered = sorted(self._tensors, key=_width)
         self._by_width = [(width, list(found)) for width, found in itertools.groupby(ordered, key=_width)]
-        self._copies = {t.key: sum(map(copies_of, wants[t.key])) for t in self._tensors}
+        self._kinds = _Interned([wants[t.key] for t in self._tensors])
+        copies = [sum(copies_of(wanted, find) for wanted, find in kind) for kind in self._kinds.finders]
+        self._kind_of = dict(zip((t.key for t in self._tensors), self._kinds.numbers, strict=True))
+        self._copies = {key: copies[kind] for key, kind in self._kind_of.items()}
         writers = {r for layout in {t.layout for t in self._tensors} for r in _ranks_of(manifest.layouts[layout])}
         self._files = _files_of(manifest, writers)
         self._ends = list(itertools.accumulate(file.length for file in self._files))
@@ -187,12 +207,12 @@ class SwapPlan:
     def wishes_for(self, chunk: Chunk) -> list[tuple[int, Box]]:
         """The boxes of a chunk that go to each rank, in order; the one that reads it may be among them."""
         found = []
-        for wanted in self._wants[chunk.tensor.key]:
-            for held in wanted.layout.overlapping(chunk.tensor.shape, chunk.box):
+        for wanted, find in self._kinds.finders[self._kind_of[chunk.tensor.key]]:
+            for held in find(chunk.tensor.shape, chunk.box):
                 part = held.box.intersect(chunk.box)
                 if part is not None:
                     found += [(rank, part) for rank in held.holders if rank in wanted.ranks]
-        return sorted(found, key=lambda wish: (wish[0], wish[1].offset))
+        return sorted(found, key=lambda wish: (wish[0], wish[1].offset, wish[1].shape))
 
     def portion(self, chunks: Iterable[Chunk], first: int, rounds: Rounds) -> Portion:
         """What a rank reads at once of its chunks from round `first` on: one round, and more within the limits."""
@@ -213,9 +233,9 @@ class SwapPlan:
         for number, chunks in itertools.groupby(self.chunks_of(sender), key=lambda chunk: chunk.round):
             boxes: list[tuple[Tensor, Box]] = []
             for chunk in chunks:
-                mine = self._boxes_of(self._wants[chunk.tensor.key], chunk.tensor.shape, receiver)
+                mine = self._boxes_of(self._kind_of[chunk.tensor.key], chunk.tensor.shape, receiver)
                 found = [part for box in mine if (part := box.intersect(chunk.box)) is not None]
-                boxes += [(chunk.tensor, part) for part in sorted(found, key=lambda part: part.offset)]
+                boxes += [(chunk.tensor, part) for part in sorted(found, key=lambda part: (part.offset, part.shape))]
             if boxes:
                 yield number, packed(boxes)
 
@@ -225,7 +245,7 @@ class SwapPlan:
         for tensor in self._tensors:
             if len(files) == len(self._files):
                 break
-            for box in self._boxes_of(self._wants[tensor.key], tensor.shape, receiver):
+            for box in self._boxes_of(self._kind_of[tensor.key], tensor.shape, receiver):
                 files.update(item.rank for item in read_plan(self._manifest, tensor, box))
         readers: set[int] = set()
         for number, file in enumerate(self._files):
@@ -234,9 +254,8 @@ class SwapPlan:
                 readers.update(range(bisect_right(self._cuts, start) - 1, bisect_left(self._cuts, stop)))
         return sorted(readers)
 
-    @staticmethod
-    def _own_boxes(wanted: tuple[Wish, ...], shape: Shape, receiver: int) -> list[Box]:
-        mine = [one.layout for one in wanted if receiver in one.ranks]
+    def _own_boxes(self, kind: int, shape: Shape, receiver: int) -> list[Box]:
+        mine = [one.layout for one, _ in self._kinds.finders[kind] if receiver in one.ranks]
         return [piece.box for layout in mine for piece in layout.pieces(shape, receiver) if piece.box.elements]
 
     def _end(self, at: int, stop: int, shape: Shape, weight: int, filled: int) -> int:
@@ -330,13 +349,55 @@ def packed(boxes: Iterable[tuple[Tensor, Box]]) -> Message:
     return Message(fragments, -(-at // ALIGN) * ALIGN)
 
 
-def copies_of(wanted: Wish) -> int:
-    """How many ranks want the same, at most."""
+_Finder = Callable[[Shape, Box], Iterable[Held]]
+"""Gives the boxes of a layout that meet a region of a tensor of this shape, with their holders."""
+
+
+class _Interned:
+    """Numbers for what is wanted: the same number where the same is wanted. Looking into long lists takes long."""
+
+    def __init__(self, wanted: list[tuple[Wish, ...]]) -> None:
+        known: dict[tuple[Wish, ...], int] = {}
+        self.numbers = [known.setdefault(one, len(known)) for one in wanted]
+        self.finders = [tuple((wish, finder_of(wish.layout)) for wish in one) for one in known]
+
+
+class _BoxIndex:
+    """Finds the boxes of a list that meet a region: by bisection, in the dimension in which they are cut most."""
+
+    def __init__(self, held: Sequence[Held]) -> None:
+        dims = range(len(held[0].box.offset)) if held else ()
+        self._dim = max(dims, key=lambda dim: len({one.box.offset[dim] for one in held}), default=None)
+        self._held = list(held)
+        if self._dim is not None:
+            dim = self._dim
+            self._held.sort(key=lambda one: one.box.offset[dim])
+            self._starts = [one.box.offset[dim] for one in self._held]
+            self._reach = list(itertools.accumulate((one.box.end[dim] for one in self._held), max))
+
+    def find(self, shape: Shape, region: Box) -> list[Held]:
+        """Those that meet the region."""
+        del shape
+        first, stop = 0, len(self._held)
+        if self._dim is not None:
+            first = bisect_right(self._reach, region.offset[self._dim])
+            stop = bisect_left(self._starts, region.end[self._dim])
+        return [one for one in self._held[first:stop] if one.box.intersect(region) is not None]
+
+
+def finder_of(layout: Layout) -> _Finder:
+    """What finds the boxes of this layout."""
+    return _BoxIndex(layout.held).find if isinstance(layout, Boxes) else layout.overlapping
+
+
+def copies_of(wanted: Wish, find: _Finder) -> int:
+    """How often an element is wanted, at most."""
     layout = wanted.layout
     if isinstance(layout, Grid):
         return math.prod(n for n, cut in zip(layout.mesh.shape, layout.cuts, strict=True) if cut is None)
     if isinstance(layout, Boxes):
-        return max((len(held.holders) for held in layout.held), default=1)
+        # Boxes of one rank may overlap, and those of several ranks that cut a tensor in different ways.
+        return max((sum(len(one.holders) for one in find((), held.box)) for held in layout.held), default=1) or 1
     return max(len(wanted.ranks & set(positions(layout.ranks))), 1)
 
 

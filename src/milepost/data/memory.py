@@ -1,6 +1,7 @@
 """Host memory as bytes: the blocks that workers copy through, and the bytes of tensors."""
 
 import ctypes
+import logging
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from milepost.core.box import boxes_of_run
 from milepost.core.limits import KIB, PAGE_BYTES
 from milepost.data.transfer import new_pages
 
+_log = logging.getLogger("milepost")
 _SMALL = 128 * KIB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 # This one keeps the interpreter's lock: for small copies, releasing it costs more than the copy.
@@ -60,20 +62,36 @@ class TypedViews:
 
 
 class Block(TypedViews):
-    """Page-aligned memory of one worker; pinned where it serves a GPU, so that copies run at full speed."""
+    """Page-aligned memory of one worker; pinned where it serves a GPU, so that copies run at full speed.
+
+    `is_pinned`: whether that was possible. It is not where the system limits locked memory.
+    """
 
     def __init__(self, size_bytes: int, pinned: bool = False) -> None:
-        if pinned:
-            # Not more at first: torch takes the next power of two. Some ways to pin memory do not align it.
-            memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
-            if memory.data_ptr() % PAGE_BYTES:
-                memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
-            shift = -memory.data_ptr() % PAGE_BYTES
-            super().__init__(memory[shift : shift + size_bytes])
-        else:
-            super().__init__(torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8))
+        memory = _pinned(size_bytes) if pinned else None
+        self.is_pinned = memory is not None
+        super().__init__(torch.frombuffer(new_pages(size_bytes), dtype=torch.uint8) if memory is None else memory)
         self.address = int(self.data.data_ptr())
         self.view = view_of(self.data)
+
+
+def _pinned(size_bytes: int) -> torch.Tensor | None:
+    """Pinned memory that is page-aligned; None, after a warning, where there is none."""
+    try:
+        # Not more at first: torch takes the next power of two. Some ways to pin memory do not align it.
+        memory = torch.empty(size_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        if memory.data_ptr() % PAGE_BYTES:
+            memory = torch.empty(size_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=True)
+    except RuntimeError as error:
+        _log.warning(
+            "cannot pin %d bytes of host memory (%s); copies from and to GPUs will be slower. Is there a limit on "
+            "locked memory (ulimit -l)?",
+            size_bytes,
+            str(error).partition("\n")[0],
+        )
+        return None
+    shift = -memory.data_ptr() % PAGE_BYTES
+    return memory[shift : shift + size_bytes]
 
 
 def copy_run(data: torch.Tensor, low: int, high: int, block: Block, at: int) -> None:

@@ -81,11 +81,17 @@ def place_all(
         threads = max(threads, min(_FOR_SMALL_TENSORS, transfer.threads_for(total, 1, size)))
     moment, pinned = Moment(gpus), needs_pinned(targets)
 
+    def make_block() -> Block:
+        nonlocal pinned
+        block = Block(size, pinned)
+        pinned = block.is_pinned  # what failed once is not tried, nor warned of, for each block
+        return block
+
     def make_worker() -> Callable[[ReadJob], None]:
         if not gpus:
             return Placer(Block(size), transfer.direct, verify, meter)
         lanes = [Lane(device, moment) for device in gpus]
-        return DevicePlacer(lambda: Block(size, pinned), lanes, transfer.direct, verify, meter)
+        return DevicePlacer(make_block, lanes, transfer.direct, verify, meter)
 
     # Apart: Ctrl-C in this thread must not end the wait for a copy, nor leave it in the stream of a lane.
     run_all(chain([first], jobs), make_worker, threads, meter, apart=remote or bool(gpus), end=_wait_for_copies)

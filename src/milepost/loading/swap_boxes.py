@@ -27,6 +27,7 @@ from milepost.comm import Call, Comm, Deferred, Meeting, defer, meet
 from milepost.core.box import Box
 from milepost.core.division import PlannedRead
 from milepost.core.dtypes import size_bytes
+from milepost.core.limits import MIB
 from milepost.core.manifest import Manifest, Tensor
 from milepost.core.ranks import pack_ranks, unpack_ranks
 from milepost.core.swap_plan import Chunk, Fragment, Message, Rounds, SwapPlan, WantRow, merge_wants, packed
@@ -40,8 +41,8 @@ from milepost.errors import CheckpointError
 from milepost.events.operation import carried
 from milepost.state.tensors import Part, can_send, torch_dtype
 
-_MOST_TABLES = 64
-"""With more different wishes than this, each rank reads for itself: every rank would have to learn all of them."""
+_MOST_TABLE_BYTES = 16 * MIB
+"""If the different wishes take more than this, each rank reads for itself: every rank would have to learn all."""
 _TRIES = 3
 _REPORT_EVERY_S = 0.1
 T = TypeVar("T")
@@ -60,9 +61,10 @@ class Swapped(NamedTuple):
 
 
 class _Offer(msgspec.Struct, frozen=True, array_like=True):
-    """What a rank brings: the digest of its wishes, the kinds of device it can send from, and its memory."""
+    """What a rank brings: its wishes, as a digest and a size; the kinds of device it can send from; its memory."""
 
     digest: bytes
+    table_bytes: int
     sends_from: tuple[str, ...]
     on_device: str
     memory_bytes: int
@@ -103,9 +105,9 @@ def agree_to_swap(
         mine = wishes.get()
         devices = {part.data.device.type for one in mine.values() for part in one.parts}
         sends = tuple(kind for kind in ("cpu", *sorted(devices - {"cpu"})) if can_send(comm.group, kind))
-        rows = tuple(one.row for one in mine.values())
+        rows = _ROWS.pack(tuple(one.row for one in mine.values()))
         others = sorted(devices - {"cpu"})
-        return _Offer(xxhash.xxh3_128_digest(_ROWS.pack(rows)), sends, others[0] if others else "", memory_bytes)
+        return _Offer(xxhash.xxh3_128_digest(rows), len(rows), sends, others[0] if others else "", memory_bytes)
 
     terms = meet(comm, call, _OFFERING, offer, _judge)
     if not terms.groups:
@@ -123,7 +125,9 @@ def _judge(offers: list[_Offer]) -> _SwapTerms:
     for rank, offer in enumerate(offers):
         groups.setdefault(offer.digest, []).append(rank)
     device = next((offer.on_device for offer in offers if offer.on_device), "cpu")
-    if len(groups) > _MOST_TABLES or any(device not in offer.sends_from for offer in offers):
+    table_bytes = sum({offer.digest: offer.table_bytes for offer in offers}.values())
+    is_long = len(groups) > 1 and table_bytes > _MOST_TABLE_BYTES
+    if is_long or any(device not in offer.sends_from for offer in offers):
         return _SwapTerms()
     ranks = tuple(pack_ranks(members) for members in groups.values())
     return _SwapTerms(ranks, device, min(offer.memory_bytes for offer in offers))
