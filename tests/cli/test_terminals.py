@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import milepost as library
-from milepost.cli.escape import meant, printable, shown
+from milepost.cli.escape import meant, shown
 from milepost.cli.fit import width_of
+from milepost.core.printable import printable
 from tests.cli.conftest import NASTY
 from tests.cli.running import ESCAPE, command, environment, fine, milepost, on_terminal, process
 

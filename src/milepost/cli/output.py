@@ -17,9 +17,9 @@ import click
 import msgspec
 
 from milepost.cli.blocks import Block, Cell, Line, Style, cell_of
-from milepost.cli.escape import printable
 from milepost.cli.fit import rows_of
 from milepost.core.plain_json import plain_json
+from milepost.core.printable import printable
 
 if TYPE_CHECKING:
     from milepost.data.progress_bar import ProgressBar

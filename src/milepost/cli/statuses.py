@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 
-from milepost.cli.escape import printable
+from milepost.core.printable import printable
 from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,

@@ -18,6 +18,7 @@ from milepost.commit.find import generations
 from milepost.commit.nesting import refuse_file, refuse_run, relation
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
+from milepost.core.printable import printable
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.formats.read.names import SINGLE
@@ -140,9 +141,9 @@ def _warn_of_lost_verdict(chosen: Chosen, target: Store, to: str, comm: Comm) ->
     if health is not None and not health.ok and comm.rank == comm.coordinator:
         _log.warning(
             "%s was unhealthy when it was saved: %s. %s is of the format %s, which does not say so",
-            chosen.checkpoint.url,
-            health.reason,
-            target.url,
+            printable(chosen.checkpoint.url),
+            printable(health.reason),
+            printable(target.url),
             to,
         )
 
