@@ -17,7 +17,7 @@ MOST_VALUES = 1_000_000
 """How many elements one call reads."""
 _PAIRS = "float4_e2m1fn_x2"
 _NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
-_BEYOND = 10**18
+_BEYOND = 2**60
 """No tensor is as long. Numbers above it mean the same."""
 
 
