@@ -125,3 +125,15 @@ def test_step_that_is_named_and_not_finished_ends_with_3(run, tmp_path, steps, s
     assert done.status == status
     assert "1 not finished" in done.out
     assert ("were not copied" in done.err) == bool(status)
+
+
+@pytest.mark.parametrize("overwrite", [[], ["--overwrite"]])
+def test_file_is_no_target(run, tmp_path, overwrite):
+    (tmp_path / "file").write_text("mine")
+    told = f"{tmp_path / 'file'} is a file, not a folder; "
+    for source in (run, run / step_name(1)):
+        assert refused(2, "cp", source, tmp_path / "file", *overwrite) == f"{told}copy elsewhere"
+    for to in ("milepost", "dcp", "safetensors"):
+        line = ["convert", run / step_name(1), tmp_path / "file", "--to", to, *overwrite]
+        assert refused(2, *line) == f"{told}convert to another place"
+    assert (tmp_path / "file").read_text() == "mine"

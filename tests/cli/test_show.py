@@ -71,7 +71,13 @@ def test_one_tensor_tells_where_its_boxes_are(step):
 
 @pytest.mark.parametrize(
     ("index", "shown"),
-    [("0,:3", "tensor([400., 401., 402.])"), ("-1,-1", "tensor(657.)"), ("::180,0", "tensor([400., 401.])")],
+    [
+        ("0,:3", "tensor([400., 401., 402.])"),
+        ("-1,-1", "tensor(657.)"),
+        ("::180,0", "tensor([400., 401.])"),
+        ("358:99999999999999999999,0", "tensor([402., 402.])"),
+        ("-99999999999999999999:1:9999999999999999999,0", "tensor([400.])"),
+    ],
 )
 def test_slice_of_a_tensor_is_printed(index, shown, step):
     assert fine("show", step, "model.w", "--slice", index).lines[-1] == shown
@@ -84,6 +90,7 @@ def test_slice_of_a_tensor_is_printed(index, shown, step):
         (["zzz"], "`milepost show` lists the keys"),
         (["model.w", "--slice", "a"], "no index"),
         (["model.w", "--slice", "999"], "does not fit"),
+        (["model.w", "--slice", "99999999999999999999"], "does not fit"),
         (["model.w", "--slice", "0,0,0"], "does not fit"),
         (["model", "--slice", "0"], "It is the start of 2 keys"),
         (["step", "--slice", "0"], "no tensor"),

@@ -7,8 +7,9 @@ import sys
 import pytest
 
 import milepost as library
-from milepost.cli.escape import meant, printable, shown
+from milepost.cli.escape import meant, shown
 from milepost.cli.fit import width_of
+from milepost.core.printable import printable
 from tests.cli.conftest import NASTY
 from tests.cli.running import ESCAPE, command, environment, fine, milepost, on_terminal, process
 
@@ -130,6 +131,12 @@ def test_streams_that_cannot_be_written_change_no_status(run, tmp_path):
         ("2>&-", ["ls", nothing], 3),
         ("2>/dev/full", ["diff", run, nothing], 3),
         (">/dev/full", ["ls", run], 5),
+        (">/dev/full", ["--help"], 5),
+        (">/dev/full", ["ls", "--help"], 5),
+        (">/dev/full", ["--version"], 5),
+        (">/dev/full", ["schema"], 5),
+        (">/dev/full", ["completion", "bash"], 5),
+        (">/dev/full", ["verify", run], 5),
     ):
         script = f"{subprocess.list2cmdline(command(*line))} {streams}"
         for unbuffered in ("", "1"):

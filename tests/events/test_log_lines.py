@@ -76,3 +76,16 @@ def test_each_operation_writes_one_line(tmp_path, caplog):
     assert len(caplog.messages) == len(expected), caplog.messages
     for line, pattern in zip(caplog.messages, expected, strict=True):
         assert re.fullmatch(pattern, line), line
+
+
+def test_text_of_others_begins_no_line_and_moves_no_cursor(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "milepost")
+    place, state = tmp_path / "a\nsaved step 9: 1 B", {"w": torch.zeros(2)}
+    with milepost.Checkpointer(place, healthy=lambda _: "bad\nsaved step 9: 1 B\x1b[2J") as keeper:
+        keeper.save(state, 1)
+        milepost.load(state, place / "step-0000000001")
+        with pytest.raises(milepost.CheckpointUnhealthy):
+            keeper.restore(state)
+    milepost.convert(place / "step-0000000001", tmp_path / "b\x1b[2J.pt", "torch")
+    assert sum("bad" in text for text in caplog.messages) == 4
+    assert [text for text in caplog.messages if not text.isprintable()] == []

@@ -54,8 +54,10 @@ def test_a_listing_stays_in_its_folder(tmp_path):
 def test_unknown_places_say_what_to_do(monkeypatch):
     with pytest.raises(milepost.InvalidRequest, match="no kind of place called 'nowhere'"):
         store_at("nowhere://me:secret@a/b")
-    with pytest.raises(milepost.InvalidRequest, match=r"cannot be read yet: .*install"):
-        store_at("smb://me:secret@a/b?key=secret")
+    for module, scheme, package in (("smbclient", "smb", "smbprotocol"), ("huggingface_hub", "hf", "huggingface-hub")):
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(milepost.InvalidRequest, match=f"cannot be read yet: .*: pip install {package}$"):
+            store_at(f"{scheme}://me:secret@a/b?key=secret")
     monkeypatch.setitem(sys.modules, "fsspec", None)
     with pytest.raises(milepost.InvalidRequest, match="pip install fsspec"):
         store_at("hf://org/model")

@@ -124,6 +124,23 @@ def test_nonsense_of_a_server_is_an_error_of_the_store(web, status, headers):
         http_client.HttpClient(patience_s=0.1).read(f"{web.url}/a/x", f"{web.url}/a/x", 0, [memoryview(bytearray(1))])
 
 
+def read_one(client, url):
+    client.read(url, url, 0, [memoryview(bytearray(1))])
+
+
+def test_address_that_nobody_listens_at_is_given_up_early(tmp_path):
+    (tmp_path / "x").write_bytes(b"7")
+    with Web(tmp_path) as web:
+        known, new = (http_client.HttpClient(patience_s=1.0, refused_s=0.0) for _ in range(2))
+        web.faults = [lambda handler: handler.answer(404, b"", sent=0) or True]  # and it keeps no connection
+        with pytest.raises(FileNotFoundError):
+            read_one(known, f"{web.url}/no")
+    with pytest.raises(milepost.StorageError, match=r"refused.*Tried again for 0 s. Is the server up"):
+        read_one(new, f"{web.url}/x")
+    with pytest.raises(milepost.StorageError, match=r"refused.*Tried again for [1-9]"):
+        read_one(known, f"{web.url}/x")
+
+
 def test_a_redirect_that_is_not_quoted_is_followed(web, tmp_path):
     (tmp_path / "größe x").write_bytes(b"7")
     target = "/gr\u00c3\u00b6\u00c3\u009fe x"  # UTF-8, as a header shows it
@@ -199,7 +216,7 @@ def test_a_file_that_changes_is_not_mixed(web, tmp_path):
 
 
 def test_a_dead_server_is_given_up_in_time(web, tmp_path, monkeypatch):
-    monkeypatch.setattr(http_client.HttpClient.__init__, "__defaults__", ("", "", 0.3))
+    monkeypatch.setattr(http_client.HttpClient.__init__, "__defaults__", ("", "", 0.3, 0.3))
     milepost.save(a_state(), tmp_path / "a")
     web.stop()
     with pytest.raises(milepost.StorageError, match=r"cannot read http.*Is the server up"):

@@ -86,14 +86,16 @@ def test_what_is_picked_is_said(show, run):
     assert soon(page.inner_text, "#status") == "Tensor model.embedding selected"
 
 
-def test_nothing_is_cut_off_on_a_narrow_screen(new_tab, show, run):
-    page = new_tab(viewport={"width": 400, "height": 800}).open(show(run).url)
+@pytest.mark.parametrize("width", [400, 360])
+def test_nothing_is_cut_off_on_a_narrow_screen(new_tab, show, run, width):
+    page = new_tab(viewport={"width": width, "height": 800}).open(show(run).url)
     for tab in TABS:
         page.click(f"#tab-{tab}")
         assert soon(page.is_visible, f"#panel-{tab}")
-        assert page.evaluate("document.documentElement.scrollWidth") <= 400, tab
+        assert page.evaluate("document.documentElement.scrollWidth") <= width, tab
         wide = page.evaluate(
             """[...document.querySelectorAll('.card *')].filter(one => one.offsetParent
-            && !one.closest('.list, .scroll') && one.getBoundingClientRect().right > 400).map(one => one.id)"""
+            && !one.closest('.list, .scroll')
+            && one.getBoundingClientRect().right > innerWidth).map(one => one.id || one.className)"""
         )
         assert wide == [], tab

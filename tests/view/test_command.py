@@ -55,6 +55,8 @@ def test_it_replaces_its_own_pages_only(here, run, capsys):
         (["RUN", "--compare", "100:7"], 2, "no step 7"),
         (["RUN", "--steps", "0"], 2, "--steps"),
         (["RUN", "--serve", "-o", "x.html"], 2, "--serve writes no file"),
+        (["RUN", "--port", "8000"], 2, "add --serve"),
+        (["RUN", "-o", "-"], 2, "not to stdout"),
         (["RUN", "-o", "missing/x.html"], 5, "cannot write"),
         (["RUN", "-o", "."], 2, "is not a file"),
         (["RUN", "-o", "/dev/null", "--force"], 2, "is not a file"),

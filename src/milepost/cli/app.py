@@ -10,6 +10,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import click
 
@@ -95,8 +96,7 @@ def _ended(arguments: Sequence[str] | None) -> int:
     session = Session()
     try:
         status = _run(list(sys.argv[1:] if arguments is None else arguments), session)
-        with output_told():
-            sys.stdout.flush()
+        sys.stdout.flush()
         return status
     except click.ClickException as error:
         session.complain(error, _advised(error))
@@ -128,19 +128,45 @@ def _prepare_streams() -> None:
 
 @contextlib.contextmanager
 def _buffered_stdout() -> Iterator[None]:
-    """Inside, stdout has a buffer, with PYTHONUNBUFFERED too: there, what is written only in part is no error."""
-    before, raw = sys.stdout, getattr(sys.stdout, "buffer", None)
+    """Inside, errors of stdout say that they are, whoever writes; and it has a buffer, with PYTHONUNBUFFERED too.
+
+    Without a buffer, what is written only in part is no error.
+    """
+    before = sys.stdout
+    buffer = getattr(before, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
     if not isinstance(raw, io.FileIO):
         yield
         return
-    buffer = io.BufferedWriter(raw)
-    sys.stdout = io.TextIOWrapper(buffer, before.encoding, "backslashreplace", line_buffering=before.isatty())
+    before.flush()
+    ours = io.BufferedWriter(_Output(raw))
+    sys.stdout = io.TextIOWrapper(ours, before.encoding, "backslashreplace", line_buffering=before.isatty())
     try:
         yield
     finally:
         sys.stdout.detach()
-        buffer.detach()
+        ours.detach()
         sys.stdout = before
+
+
+class _Output(io.RawIOBase):
+    """Where stdout goes. Its errors name it: the full disk may not be the one with the checkpoints."""
+
+    def __init__(self, raw: io.FileIO) -> None:
+        self._raw = raw
+
+    def write(self, data: Any) -> int | None:
+        with output_told():
+            return self._raw.write(data)
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._raw.fileno()
+
+    def isatty(self) -> bool:
+        return self._raw.isatty()
 
 
 def _forget_unwritten() -> None:

@@ -4,7 +4,7 @@ import unicodedata
 from collections.abc import Iterator, Sequence
 
 from milepost.cli.blocks import Cell, Column, TextTable, cell_of
-from milepost.cli.escape import printable
+from milepost.core.printable import printable
 
 _GAP = "  "
 _LEAST = 8

@@ -17,10 +17,9 @@ import click
 import msgspec
 
 from milepost.cli.blocks import Block, Cell, Line, Style, cell_of
-from milepost.cli.escape import printable
 from milepost.cli.fit import rows_of
-from milepost.cli.statuses import output_told
 from milepost.core.plain_json import plain_json
+from milepost.core.printable import printable
 
 if TYPE_CHECKING:
     from milepost.data.progress_bar import ProgressBar
@@ -50,12 +49,10 @@ def print_record(record: msgspec.Struct, as_json: bool, text: Callable[[], Itera
             data.encode(sys.stdout.encoding or "utf-8")
         except UnicodeEncodeError:  # how Python would spell what stdout does not know is no JSON
             data = _NOT_ASCII.sub(_escaped, data)
-        with output_told():
-            sys.stdout.write(data + "\n")
+        sys.stdout.write(data + "\n")
         return
-    with output_told():
-        for block in text():
-            write(block, sys.stdout)
+    for block in text():
+        write(block, sys.stdout)
 
 
 def _escaped(found: re.Match[str]) -> str:

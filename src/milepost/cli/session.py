@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import click
 
-from milepost.cli.escape import printable
+from milepost.core.printable import printable
 
 
 @dataclass

@@ -6,7 +6,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator
 
-from milepost.cli.escape import printable
+from milepost.core.printable import printable
 from milepost.errors import (
     CheckpointDamaged,
     CheckpointError,
@@ -80,7 +80,7 @@ def one_line(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def output_told() -> Iterator[None]:
-    """Inside, an error of stdout says that it is one: the full disk may not be the one with the checkpoints."""
+    """Inside, an error of the system is one of stdout, and says so."""
     try:
         yield
     except BrokenPipeError:

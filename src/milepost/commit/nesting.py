@@ -38,6 +38,12 @@ def folder_in(root: Store, name: str) -> Store:
     return LocalStore(root.root / name) if isinstance(root, LocalStore) else Within(root, name)
 
 
+def refuse_file(target: Store, advice: str) -> None:
+    """Raise InvalidRequest where a checkpoint, which is a folder, would be written to a file. `advice`: what to do."""
+    if isinstance(target, LocalStore) and os.path.isfile(target.root):
+        raise InvalidRequest(f"{target.url} is a file, not a folder; {advice}")
+
+
 def refuse_run(target: Store, becomes: str) -> None:
     """Raise InvalidRequest where a checkpoint would be written over a run, and not into it: it would hide the steps.
 

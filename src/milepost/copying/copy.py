@@ -6,7 +6,7 @@ from msgspec import structs
 
 from milepost.commit.beside import indices_beside, names_at
 from milepost.commit.find import generations_in
-from milepost.commit.nesting import refuse_run, relation
+from milepost.commit.nesting import refuse_file, refuse_run, relation
 from milepost.copying.checkpoint_copy import (
     CopyOptions,
     copy_checkpoint,
@@ -101,6 +101,7 @@ def copy_place(
 ) -> Copied:
     """Like `copy`; what befell single steps of a run is in the record. `dry_run`: only say what would be copied."""
     refuse_itself(source, target)
+    refuse_file(target, "copy elsewhere")
     meter = Meter("copy", target.url, progress)
     for left in reversed(range(_LOOKS)):
         summary = look_at(source)

@@ -6,6 +6,7 @@ saved step 1200: 13.1 GB in 6.2 s (2.1 GB/s), slowest rank 17: writing 5.9 s
 import logging
 
 from milepost.core.history import PhaseTime
+from milepost.core.printable import printable
 from milepost.events.records import Committed, Ended, Event, Removed
 
 _log = logging.getLogger("milepost")
@@ -22,7 +23,7 @@ def wants_lines() -> bool:
 def log_committed(event: Committed) -> None:
     """A checkpoint was committed; an unhealthy one is a warning, too."""
     if event.health is not None and not event.health.ok:
-        _log.warning("%s is unhealthy: %s", _what(event), event.health.reason)
+        _log.warning("%s is unhealthy: %s", _what(event), printable(event.health.reason))
     reused = f", {show_bytes(event.reused_bytes)} reused" if event.reused_bytes else ""
     _log.info("%s %s%s%s", _DONE[event.kind], _moved(event, event.bytes, event.seconds), reused, _slowest(event))
 
@@ -40,7 +41,7 @@ def log_ended(event: Ended) -> None:
 
 
 def _what(event: Event) -> str:
-    return event.url if event.step is None else f"step {event.step}"
+    return printable(event.url) if event.step is None else f"step {event.step}"
 
 
 def _moved(event: Event, size_bytes: int, seconds: float) -> str:

@@ -64,6 +64,7 @@ class PrometheusFile:
         for kind in _KINDS:  # from 0 on: Prometheus sees the first increase
             for name in ("milepost_operations_total", "milepost_failures_total", "milepost_retries_total"):
                 self._values[name, (("kind", kind),)] = 0.0
+        self._values["milepost_skipped_steps_total", ()] = 0.0
         try:
             self._write()
         except OSError as error:

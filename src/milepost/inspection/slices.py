@@ -16,7 +16,9 @@ Index = int | slice | EllipsisType
 MOST_VALUES = 1_000_000
 """How many elements one call reads."""
 _PAIRS = "float4_e2m1fn_x2"
-_NUMBER = re.compile(r"[+-]?[0-9]{1,18}")
+_NUMBER = re.compile(r"[+-]?[0-9]{1,1000}")
+_BEYOND = 2**60
+"""No tensor is as long. Numbers above it mean the same."""
 
 
 def index_of(text: str) -> tuple[Index, ...]:
@@ -31,7 +33,7 @@ def _one(part: str, text: str) -> Index:
     pieces = part.split(":")
     if len(pieces) > 3 or (len(pieces) == 1 and not part) or not all(map(_is_number_or_empty, pieces)):
         raise InvalidRequest(f"{text!r} is no index: write integers, slices and ..., as in 0:2,:4")
-    numbers = [int(piece) if piece.strip() else None for piece in pieces]
+    numbers = [max(-_BEYOND, min(int(piece), _BEYOND)) if piece.strip() else None for piece in pieces]
     return slice(*numbers) if len(pieces) > 1 else int(part)
 
 

@@ -30,6 +30,7 @@ from milepost.comm import (
 from milepost.commit.find import find, newest_generation, parse, read_manifest
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.manifest import Manifest
+from milepost.core.printable import printable
 from milepost.core.ranks import unpack_ranks
 from milepost.core.seal import may_be_unhealthy
 from milepost.core.tree import Parts, Path, restore, show_path
@@ -261,7 +262,7 @@ def look_healthy(url: str, manifest: Manifest, allow_unhealthy: bool) -> None:
     text = f"{url} was unhealthy when it was saved: {manifest.health.reason}"
     if not allow_unhealthy:
         raise CheckpointUnhealthy(text)
-    _log.warning("%s", text)
+    _log.warning("%s", printable(text))
 
 
 def _another(store: Store, comm: Comm, what: str) -> CheckpointDamaged:

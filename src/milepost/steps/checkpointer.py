@@ -20,6 +20,7 @@ from milepost.checkpoint import Checkpoint, open_checkpoint
 from milepost.comm import TIMEOUT_S, Call, Comm, Meeting, calling, meet, operating_on, together
 from milepost.core.agreement import Plans
 from milepost.core.option_values import check_values, items_of
+from milepost.core.printable import in_one_line
 from milepost.core.wire import Wire
 from milepost.errors import (
     CheckpointDamaged,
@@ -371,7 +372,7 @@ class Checkpointer:
                     kind[chosen.step] = str(error)
                     operation.skip(chosen.step, str(error))
                     if comm.rank == comm.coordinator:
-                        _log.warning("skipping step %d: %s", chosen.step, error)
+                        _log.warning("skipping step %d: %s", chosen.step, in_one_line(str(error)))
                 else:
                     self._shelf.note_damage(skipped.damaged, chosen.step)
                     return chosen.step

@@ -27,6 +27,13 @@ from milepost.store.local import LocalStore
 from milepost.store.read_only import ReadOnlyStore
 from milepost.store.spelling import without_secrets
 
+_PACKAGES = {
+    "smbclient": "smbprotocol",
+    "libarchive": "libarchive-c",
+    "dropboxdrivefs": "dropboxdrivefs requests dropbox",
+}
+"""What pip calls the modules that have another name there."""
+
 
 def fsspec_module(why: str = "storage by fsspec needs the package fsspec") -> Any:
     """The module fsspec. Raises InvalidRequest, saying what to install."""
@@ -59,7 +66,7 @@ def view_by_fsspec(url: str) -> Store:
     try:
         kind = fsspec.get_filesystem_class(scheme)
     except ImportError as error:  # fsspec knows it, and says which package is missing
-        raise InvalidRequest(f"{shown!r} cannot be read yet: {error}") from error
+        raise InvalidRequest(f"{shown!r} cannot be read yet: {_what_to_install(error)}") from error
     except ValueError:
         raise InvalidRequest(
             f"{shown!r}: there is no kind of place called {scheme!r}. A place is a path, or a URL of s3, gs, az, file, "
@@ -67,6 +74,13 @@ def view_by_fsspec(url: str) -> Store:
         ) from None
     protocols = (kind.protocol,) if isinstance(kind.protocol, str) else tuple(kind.protocol)
     return store_by_fsspec(url) if "file" in protocols else FsspecView(url)
+
+
+def _what_to_install(error: ImportError) -> str:
+    """The package that fsspec lacks, as pip calls it; what fsspec says, where it names no module."""
+    missing = getattr(error.__cause__, "name", None) or ""
+    package = _PACKAGES.get(missing.partition(".")[0], missing.partition(".")[0].replace("_", "-"))
+    return f"fsspec needs another package for it: pip install {package}" if package else str(error)
 
 
 class FsspecView(ReadOnlyStore):

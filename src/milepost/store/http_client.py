@@ -30,6 +30,8 @@ from milepost.store.stopping import is_stopped
 _log = logging.getLogger("milepost")
 PATIENCE_S = 60.0
 """How long requests are tried again while none succeeds."""
+REFUSED_S = 5.0
+"""The same where the server has never answered and refuses connections: nothing listens there."""
 TELL_AFTER_S = 3.0
 """When the log says that requests go on failing."""
 STALL_S = 30.0
@@ -80,13 +82,16 @@ class _TryAgain(Exception):
 class HttpClient:
     """Reads ranges of objects by their URLs. Safe to use from several threads, and in a child after a fork."""
 
-    def __init__(self, login: str = "", host: str = "", patience_s: float = PATIENCE_S) -> None:
-        self._login, self._host, self._patience_s = login, host, patience_s
+    def __init__(
+        self, login: str = "", host: str = "", patience_s: float = PATIENCE_S, refused_s: float = REFUSED_S
+    ) -> None:
+        self._login, self._host = login, host
+        self._patience_s, self._refused_s = patience_s, min(refused_s, patience_s)
         self._lock = threading.Lock()
         self._idle: dict[_Origin, list[http.client.HTTPConnection]] = {}
         weakref.finalize(self, _close_all, self._idle)
         self._process = os.getpid()
-        self._last_success = 0.0
+        self._last_success, self._has_answered = 0.0, False
 
     def read(self, url: str, shown: str, start: int, views: Sequence[memoryview]) -> Found:
         """Fill the views from byte `start` of an object, as far as it goes. `shown`: its URL for messages.
@@ -104,7 +109,8 @@ class HttpClient:
                     hint = ". Set SSL_CERT_FILE to its authority" if isinstance(error, ssl.SSLError) else ""
                     raise StorageError(f"cannot read {shown}: {error}{hint}") from error
                 waited_s = time.monotonic() - max(began, self._last_success)
-                if waited_s >= self._patience_s or is_stopped():
+                patience_s = self._patience_with(error)
+                if waited_s >= patience_s or is_stopped():
                     raise StorageError(
                         f"cannot read {shown}: {_say(error)}. Tried again for {waited_s:.0f} s. Is the server up, and "
                         "can this machine reach it?"
@@ -116,7 +122,7 @@ class HttpClient:
                     told = True
                     _log.warning(
                         "no answer from %s for %.0f s: %s. Trying again for up to %.0f s",
-                        shown, waited_s, _say(error), self._patience_s,
+                        shown, waited_s, _say(error), patience_s,
                     )  # fmt: skip
                 operation = current()
                 if operation is not None:
@@ -127,6 +133,11 @@ class HttpClient:
                 self._last_success = time.monotonic()
                 return found
 
+    def _patience_with(self, error: Exception) -> float:
+        """How long this failure is borne. A server that has answered comes back; where none did, there may be none."""
+        is_refused = isinstance(error, ConnectionRefusedError) and not self._has_answered
+        return self._refused_s if is_refused else self._patience_s
+
     def _attempt(self, url: str, shown: str, start: int, views: Sequence[memoryview]) -> Found:
         wanted = sum(map(len, views))
         headers = {"Range": f"bytes={start}-{start + max(wanted, 1) - 1}", "Accept-Encoding": "identity"}
@@ -136,6 +147,7 @@ class HttpClient:
             answer = None
             try:
                 answer = _ask(connection, parts, self._with_login(headers, parts), fresh)
+                self._has_answered = True
                 target = answer.headers.get("Location", "")
                 if answer.status not in _REDIRECTS or not target:
                     return _take(answer, shown, start, views)

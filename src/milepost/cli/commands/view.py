@@ -54,9 +54,7 @@ class ServedPage(msgspec.Struct, frozen=True, kw_only=True):
 @click.option("--steps", type=click.IntRange(min=1), metavar="N", help="Only the newest N steps.")
 @click.option("--compare", multiple=True, metavar="A:B", help="Also compare these two steps, block by block.")
 @click.option("--serve", is_flag=True, help="A live page that follows the run, on this machine only.")
-@click.option(
-    "--port", type=click.IntRange(0, 65535), default=0, metavar="N", help="The port for --serve; default any."
-)
+@click.option("--port", type=click.IntRange(0, 65535), metavar="N", help="The port for --serve; default any.")
 @click.option("--open", "opens", is_flag=True, help="Open the page in the browser.")
 def command(
     session: Session,
@@ -66,7 +64,7 @@ def command(
     steps: int | None,
     compare: tuple[str, ...],
     serve: bool,
-    port: int,
+    port: int | None,
     opens: bool,
 ) -> Status:
     """Show a run or a checkpoint as one page for the browser.
@@ -82,7 +80,11 @@ def command(
     if serve:
         if output is not None:
             raise InvalidRequest("--serve writes no file; leave out --output")
-        return _serve(session, path, wanted, port, opens)
+        return _serve(session, path, wanted, port or 0, opens)
+    if port is not None:
+        raise InvalidRequest("--port is that of a live page; add --serve")
+    if output == "-":
+        raise InvalidRequest("a page is written to a file, not to stdout; pass --output FILE, or ./- for one called -")
     target = Path(output) if output is not None else Path(f"milepost-{_name(path)}.html")
     if os.path.exists(target) and not os.path.isfile(target):
         raise InvalidRequest(f"{target} is not a file, and cannot be replaced by one; use another --output")

@@ -15,9 +15,10 @@ from milepost.comm import TIMEOUT_S, Call, Comm, calling, operating_on, together
 from milepost.comm.distributed import ranks_of
 from milepost.commit.beside import indices_beside
 from milepost.commit.find import generations
-from milepost.commit.nesting import refuse_run, relation
+from milepost.commit.nesting import refuse_file, refuse_run, relation
 from milepost.core.limits import BLOCK_BYTES, KIB
 from milepost.core.option_values import check_values, items_of
+from milepost.core.printable import printable
 from milepost.data.transfer import HOST_MEMORY_BYTES, Meter, Transfer, Watcher, limited_transfer
 from milepost.errors import InvalidRequest
 from milepost.formats.read.names import SINGLE
@@ -129,7 +130,8 @@ def _refuse_to_hide(source: Store, target: Store, to: str) -> None:
             f"{target.url} lies in the checkpoint that is converted, {source.url}, whose folder is its own. Convert to "
             "another folder"
         )
-    if to != "torch" and not (isinstance(target, LocalStore) and os.path.isfile(target.root)):
+    if to != "torch":
+        refuse_file(target, "convert to another place")
         refuse_run(target, "conversion")
 
 
@@ -139,9 +141,9 @@ def _warn_of_lost_verdict(chosen: Chosen, target: Store, to: str, comm: Comm) ->
     if health is not None and not health.ok and comm.rank == comm.coordinator:
         _log.warning(
             "%s was unhealthy when it was saved: %s. %s is of the format %s, which does not say so",
-            chosen.checkpoint.url,
-            health.reason,
-            target.url,
+            printable(chosen.checkpoint.url),
+            printable(health.reason),
+            printable(target.url),
             to,
         )
 
@@ -175,8 +177,6 @@ def _foreign(
         if os.path.isdir(target):
             raise InvalidRequest(f"{target} is a folder; torch.save makes one file")
         return target.parent, lambda: torch_plan(target.name, source.chosen.torch_state())
-    if os.path.isfile(target):
-        raise InvalidRequest(f"{target} is a file; {to} makes a folder")
     if to == "dcp":
         return target, lambda: dcp_plan(*source.chosen.dcp_state(), world, str(target))
     return target, lambda: _beside(source, target).hf_plan(named, drop_values)

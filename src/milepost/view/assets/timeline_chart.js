@@ -60,12 +60,12 @@ class TimelineChart {
     return rows;
   }
 
-  /** Rows of marks: steps that are not whole, when they were verified, and the rules that keep them. */
+  /** Rows of marks: steps that are not whole and healthy, when they were verified, and the rules that keep them. */
   lanes() {
     const { steps } = view.data;
     const lanes = [];
     const add = (name, test, tone) => steps.some(test) && lanes.push({ name, test, tone });
-    add("not whole", (step) => step.state !== "whole", null);
+    add("not usable", (step) => step.state !== "whole", null);
     add("verified", (step) => step.verified !== "", "good");
     const rules = new Set(steps.flatMap((step) => step.kept));
     for (const rule of [...rules].slice(0, MOST_LANES)) add(rule, (step) => step.kept.includes(rule), "c4");
