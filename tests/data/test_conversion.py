@@ -14,6 +14,7 @@ import milepost.dcp
 from milepost.core.dtypes import COMPLEX, DTYPES, FLOATS, INTEGERS, conversion, may_convert
 from milepost.data.conversion import copy_checked
 from milepost.testing import run_ranks
+from tests.strategies import examples
 
 NAMES = [name for name in DTYPES if hasattr(torch, name)]
 PACKED = "float4_e2m1fn_x2"
@@ -133,6 +134,7 @@ NARROWING = [
 ]
 
 
+@examples(100)
 @given(st.data(), st.sampled_from(NARROWING), st.sampled_from([(7,), (3, 5), (70_000,), (300, 301)]), st.booleans())
 def test_floats_are_looked_at_as_one_by_one(data, pair, shape, turned):
     """Each value by itself, in float64, says the same as the quick look at many."""
@@ -153,7 +155,8 @@ def test_floats_are_looked_at_as_one_by_one(data, pair, shape, turned):
         assert copy_checked(source, room, saved, target) == expected
     else:
         assert copy_checked(source, room, saved, target) is None
-        assert torch.equal(room.view(torch.uint8), source.to(of_type(target)).contiguous().view(torch.uint8))
+        # Not bit by bit: torch makes other NaNs of those in strided tensors.
+        assert np.array_equal(room.double().numpy(), source.to(of_type(target)).double().numpy(), equal_nan=True)
 
 
 @pytest.mark.parametrize("way", ["rows", "columns", "ranks", "numpy", "zstd", "torch file", "unverified"])

@@ -17,6 +17,7 @@ from milepost.errors import CheckpointDamaged, CheckpointError, RanksMissing, St
 from milepost.loading import pipeline, swap_boxes
 from milepost.loading.rank_match import RankMatch
 from milepost.loading.way import choose_way
+from milepost.store import Traits
 from tests.loading.reading import Reading
 from tests.ranks import spawn, spawn_outcomes
 
@@ -61,8 +62,14 @@ def save(rank, where, shape, placements):
     milepost.save(cut(whole(), init_device_mesh("cpu", shape), placements), where)
 
 
-def load(rank, where, shape, placements, share, **options):
-    target, store = cut(whole(), init_device_mesh("cpu", shape), placements, torch.zeros_like), Reading(where)
+class ReadingParts(Reading):
+    """A folder that is used as an object store: files are written in parts, and nothing is linked."""
+
+    traits = Traits(part_bytes=MIB, range_bytes=MIB // 4, requests=4, is_current=True)
+
+
+def load(rank, where, shape, placements, share, kind=Reading, **options):
+    target, store = cut(whole(), init_device_mesh("cpu", shape), placements, torch.zeros_like), kind(where)
     milepost.load(target, store, share_reads=share, **options)
     check(target)
     return store.bytes_read
@@ -89,24 +96,26 @@ def test_each_byte_is_read_once_by_whatever_cut(tmp_path, before, after):
     assert max(once) < 1.2 * size / world, "all ranks read about the same"
 
 
-def save_twice(rank, first, second):
+def save_twice(rank, kind, first, second):
     """A step, and a second one that shares with it what did not change: all but one tensor on two of the ranks."""
     state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
     if rank > 1:
         state["large"].to_local().zero_()
-    milepost.save(state, first, base=first.parent / "none")
+    milepost.save(state, kind(first), base=kind(first.parent / "none"))
     state = cut(whole(), init_device_mesh("cpu", (4,)), [Shard(0)])
-    return milepost.save(state, second, base=first).reused_bytes
+    return milepost.save(state, kind(second), base=kind(first)).reused_bytes
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(120)
-def test_a_step_that_shares_data_with_an_earlier_one_is_read_once(tmp_path):
+@pytest.mark.parametrize("kind", [Reading, ReadingParts])
+def test_a_step_that_shares_data_with_an_earlier_one_is_read_once(tmp_path, kind):
     first, second = tmp_path / "step-1", tmp_path / "step-2"
-    reused = spawn(4, save_twice, first, second)[0]
+    reused = spawn(4, save_twice, kind, first, second)[0]
     manifest = milepost.open(second).manifest
     assert reused == sum(file.used_bytes for file in manifest.older) > manifest.data_bytes // 2
-    once = spawn(4, load, second, (4,), [Shard(1)], True)
+    assert all(bool(file.part_bytes) == (kind is ReadingParts) for file in manifest.stored if file.size_bytes > 2 * MIB)
+    once = spawn(4, load, second, (4,), [Shard(1)], True, kind)
     assert sum(once) < 1.05 * manifest.data_bytes
     assert max(once) < 1.2 * manifest.data_bytes / 4, "all ranks read about the same"
 

@@ -168,7 +168,8 @@ class BoxSwap:
         self._sizes = Rounds.within(terms.memory_bytes, comm.size)
         self._plan = SwapPlan(manifest, wants, comm.size, self._sizes.size_bytes)
         self._wishes, self._me, self._world, self._group = wishes, comm.rank, comm.size, comm.group
-        here = (part.data.device for one in wishes.values() for part in one.parts)
+        here = {part.data.device: None for one in wishes.values() for part in one.parts}
+        self._in_streams = streams_of_this_thread(here)
         device = next((device for device in here if device.type == terms.device), torch.device(terms.device))
         self._outgoing, self._incoming = _Room(device), _Room(device)
         self._inbox: _Inbox | None = _Inbox(self._plan, self._me)
@@ -195,11 +196,9 @@ class BoxSwap:
         does all of it: a signal handler that raises cannot make this rank leave the others.
         """
         troubles = _Troubles()
-        devices = {part.data.device for one in self._wishes.values() for part in one.parts}
-        in_streams = streams_of_this_thread(devices)
 
         def work() -> None:
-            with troubles.kept(), in_streams():
+            with troubles.kept(), self._in_streams():
                 self._swap(read, meter, timeout_s, troubles, lossy=lossy)
 
         run_apart(carried(work), meter.report, troubles.keep, _REPORT_EVERY_S)
