@@ -64,6 +64,13 @@ def test_the_threads_for_a_job_keep_to_the_memory_and_none_is_without_work(trans
     assert threads == 1 or (threads - 1) * block < total
 
 
+def test_data_that_is_looked_at_gets_more_blocks_within_the_memory():
+    assert Transfer().while_looked_at().memory_bytes == 2 * Transfer().memory_bytes
+    assert Transfer().within(24 * MIB).while_looked_at().memory_bytes == 24 * MIB
+    assert Transfer().within(6 * MIB).while_looked_at().memory_bytes <= 6 * MIB
+    assert Transfer(threads=3).while_looked_at() == Transfer(threads=3), "what a caller says counts"
+
+
 def test_many_small_tensors_are_left_to_one_thread_and_large_ones_to_all():
     transfer = Transfer(threads=8, block_bytes=MIB)
     assert transfer.threads_for(20_000 * 4096, 20_000, MIB) == 1

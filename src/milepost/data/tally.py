@@ -1,6 +1,6 @@
 """Statistics of tensors, computed from their bytes while these pass through a save.
 
-docs/decisions/0018-statistics-and-events.md says why it is done in this way. Long tensors are looked at in pieces that
+docs/decisions/0021-statistics-and-events.md says why it is done in this way. Long tensors are looked at in pieces that
 fit into a core's cache: minimum, maximum, sum and sum of squares, in float32 where that is enough, else in float64.
 Many short tensors that lie together are looked at by one call. NaN and infinity show in minimum and maximum; only then
 are they counted.

@@ -89,6 +89,11 @@ class Transfer:
         threads = self.threads_for(total_bytes, pieces, self.block_bytes)
         return min(threads, _THROUGH_THE_CACHE) if cached else threads
 
+    def while_looked_at(self) -> "Transfer":
+        """The same, with twice as many blocks: so that some are being written while others are looked at."""
+        most = self._limit_bytes // self.block_bytes
+        return replace(self, threads=max(1, min(2 * self.threads, most))) if self.threads == _THREADS else self
+
     def within(self, host_memory_bytes: int) -> "Transfer":
         """The same, with fewer threads or smaller blocks if it would use more memory than this."""
         check_values({"host_memory_bytes": host_memory_bytes})

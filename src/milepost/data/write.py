@@ -143,6 +143,7 @@ def _write_file(
 ) -> bytes:
     """Write the file in place, as one object, and give the table of its checksums."""
     header = source.header
+    transfer = transfer.while_looked_at() if source.tally is not None else transfer
     try:
         with committed(start_file(store, name, header.size_bytes, transfer.direct)) as writer:
 
