@@ -53,6 +53,7 @@ from milepost.steps.options import (
     refuse_planner,
     root_at,
     unknown_options,
+    wrong_save,
     wrong_values,
 )
 from milepost.steps.retention import Rule
@@ -200,8 +201,7 @@ class Checkpointer:
         with calling(comm, Call("saving to", self.url)):
             place = self._shelf.place(step)
             earlier = self._saver.take_error() if self._saver is not None else None
-            wrong = earlier or unknown_options(options, SAVE_SETTINGS, "a save")
-            wrong = wrong or wrong_values({"metadata": metadata, "incremental": incremental})
+            wrong = earlier or wrong_save(options, metadata, incremental)
             if wrong is not None:
                 refuse(place, comm, wrong)
             metadata = dict(metadata or {})
@@ -247,8 +247,7 @@ class Checkpointer:
                 place = self._shelf.place(step)
             except Exception as error:  # noqa: BLE001  # raised by `refuse`, on the other ranks too
                 engine.refuse(ticket, self.url, error)
-            wrong = unknown_options(options, SAVE_SETTINGS, "a save")
-            wrong = wrong or wrong_values({"metadata": metadata, "incremental": incremental})
+            wrong = wrong_save(options, metadata, incremental)
             if wrong is not None:
                 engine.refuse(ticket, place, wrong)
             made = dict(metadata or {})

@@ -87,6 +87,12 @@ def wrong_values(given: Mapping[str, Any]) -> InvalidRequest | None:
     return None
 
 
+def wrong_save(options: Mapping[str, Any], metadata: object, incremental: object) -> InvalidRequest | None:
+    """What is wrong with the options of one save, for all ranks to hear. `incremental`: None where it was not given."""
+    given = {"metadata": metadata} | ({} if incremental is None else {"incremental": incremental})
+    return unknown_options(options, SAVE_SETTINGS, "a save") or wrong_values(given)
+
+
 def only(names: frozenset[str], options: Mapping[str, Any]) -> Any:
     """The options of these names."""
     return {name: value for name, value in options.items() if name in names}

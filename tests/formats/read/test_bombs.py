@@ -279,5 +279,8 @@ def test_numbered_shards_without_their_index_are_no_checkpoint(tmp_path, lost):
 
 def test_a_target_below_a_file_says_what_is_wrong_first(tmp_path):
     torch.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    (tmp_path / "b").write_text("a file")
     with pytest.raises(milepost.StorageError, match="cannot create"):
+        milepost.convert(tmp_path / "a.pt", tmp_path / "b" / "below")
+    with pytest.raises(milepost.InvalidRequest, match="Convert to another folder"):
         milepost.convert(tmp_path / "a.pt", tmp_path / "a.pt" / "below")
