@@ -141,7 +141,8 @@ def large(tmp_path_factory):
 
 @pytest.mark.slow
 def test_bar_is_drawn_on_a_terminal_only(large):
-    at_once = "import milepost.data.transfer as transfer\ntransfer._REPORT_EVERY_S = 0"
+    at_once = "import milepost.cli.output as output, milepost.data.transfer as transfer\n"
+    at_once += "output.MOMENT_S = transfer._REPORT_EVERY_S = 0"
     drawn = on_terminal("verify", large, code=at_once)
     assert drawn.status == 0
     assert all(part in drawn.out for part in ("━", "verify /", "[red]", "whole", SHOW_CURSOR))
