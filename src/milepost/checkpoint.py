@@ -36,7 +36,7 @@ Index = int | slice | EllipsisType
 MAX_DAMAGES = 1000
 """How many entries that a manifest promises and no file holds are reported; it can promise millions."""
 _ENTRIES_AT_ONCE = 100_000
-"""So many are looked for file by file."""
+"""How many entries are grouped by their files at once."""
 
 
 @dataclass(frozen=True, slots=True)

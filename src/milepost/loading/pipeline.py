@@ -73,7 +73,7 @@ from milepost.store import Store
 _SMALL = 64 * KIB
 """Manifests up to this size travel with the announcement: one read instead of one for each rank."""
 _PARTS_OF_SWAP = 4
-"""A swap may use three of so many parts of the memory (`Rounds.within`), and reading the fourth."""
+"""The memory of a swap in parts: three are for the swap itself (`Rounds.within`), one is for reading."""
 _REOPENED = 3
 """How often a load starts again because a newer save replaced what it was reading."""
 _PARTLY_FILLED = "The load had begun to write: the state may be partly filled. Load again before you use it."
