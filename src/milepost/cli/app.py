@@ -128,7 +128,7 @@ def _prepare_streams() -> None:
 
 @contextlib.contextmanager
 def _buffered_stdout() -> Iterator[None]:
-    """Inside, errors of stdout name stdout, whichever code writes to it; and it has a buffer, with PYTHONUNBUFFERED too.
+    """Inside, errors of stdout name stdout, whichever code writes; and it has a buffer, with PYTHONUNBUFFERED too.
 
     Without a buffer, what is written only in part is no error.
     """

@@ -102,7 +102,7 @@ def is_current(store: Store, generation: int) -> bool:
 def told_if_gone(store: Store, generation: int, doing: str) -> Iterator[None]:
     """Inside, what is not as it was saved because the checkpoint is gone meanwhile is CheckpointNotFound, not damage.
 
-    `generation`: 0 for another library's, which is never looked for again. `doing`: what it was opened for, such as "read".
+    `generation`: 0 for another library's, not looked at again. `doing`: what it was opened for, such as "read".
     """
     try:
         yield
