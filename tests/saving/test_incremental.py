@@ -191,7 +191,7 @@ def test_without_hard_links_everything_is_written(tmp_path, monkeypatch, caplog,
     monkeypatch.setattr(os, "link", link)
     receipt = milepost.save(frozen_state(1), tmp_path / "2", base=tmp_path / "1")
     assert receipt.reused_bytes == 0
-    assert "Hard links are needed" in caplog.text
+    assert "A folder needs hard links" in caplog.text
     assert same(frozen_state(1), loaded(tmp_path / "2", frozen_state()))
 
 

@@ -191,8 +191,9 @@ class ReuseBase:
         rows = {number: row for number, row in zip(used, kept, strict=True) if row is not None}
         if used and not rows and self._rank == 0:
             _log.warning(
-                "%s cannot share files with %s, so all data is written. Hard links are needed, on one file system; "
-                "without them leave out `incremental`: every save looks for what did not change",
+                "%s cannot share files with %s, so all data is written. A folder needs hard links, and its base on the "
+                "same file system; an object store needs its base beside it. If it never can, leave out `incremental` "
+                "or `base`: every save looks for what did not change",
                 target.store.url,
                 self.where,
             )
